@@ -1,0 +1,288 @@
+"""The production implementation behind the suite's protocol.
+
+`conformance.adapters.stock` runs the same code without the binding, to show what a Megatron does
+by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from impl import layout, merge, pack, schedule
+from torch import Tensor
+
+from ..protocol import Batch, MicroBatch, Outputs, Pack, Plan, RankContext, Task, Unsupported
+
+if TYPE_CHECKING:
+    from impl.groups import CPGroups
+    from impl.split import SubBatch
+    from impl.thd import PackedRow
+
+NAME = "impl"
+PRELOAD = (
+    "impl.forward",
+    "impl.merge",
+    "impl.megatron.bind",
+    "impl.megatron.model",
+    "impl.megatron.parallel",
+    "impl.megatron.weights",
+)
+WATCH = (
+    "megatron.core.parallel_state",
+    "megatron.core.packed_seq_params.PackedSeqParams",
+    "megatron.core.transformer.attention.Attention",
+    "megatron.core.transformer.attention.SelfAttention",
+    "megatron.core.models.gpt.GPTModel",
+)
+
+
+def versions() -> dict[str, str]:
+    """What is under test, found without importing it."""
+    return {"megatron": importlib.metadata.version("megatron-core")}
+
+
+class Index:
+    """Split, pack and merge without Megatron."""
+
+    def choose_local_cp_size(
+        self, seqlens: Sequence[int], *, world_size: int, max_seqlen_per_dp_cp_rank: int
+    ) -> int:
+        return schedule.choose_local_cp_size(
+            seqlens, world_size=world_size, max_seqlen_per_dp_cp_rank=max_seqlen_per_dp_cp_rank
+        )
+
+    def split(self, seqlens: Sequence[int], *, world_size: int, cp_size: int) -> list[list[int]]:
+        return schedule.split_samples(seqlens, world_size=world_size, cp_size=cp_size)
+
+    def pack(
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        cp_size: int,
+        cp_rank: int,
+        tp_size: int,
+        pad_value: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seqlens = tuple(len(sequence) for sequence in sequences)
+        schedule.check_seqlens(seqlens)
+        index = layout.rank_index(seqlens, cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size)
+        rows = pack.pack_rows(torch.cat(list(sequences)), index, pad_value=pad_value)
+        return rows, index.position_ids, index.cu_seqlens_padded
+
+    def unpack(
+        self, shards: Sequence[Tensor], seqlens: Sequence[int], *, cp_size: int, tp_size: int
+    ) -> list[Tensor]:
+        indices = [
+            layout.rank_index(tuple(seqlens), cp_size=cp_size, cp_rank=rank, tp_size=tp_size)
+            for rank in range(cp_size)
+        ]
+        real = [pack.drop_padding(*pair) for pair in zip(shards, indices, strict=True)]
+        level = torch.nn.utils.rnn.pad_sequence(real, batch_first=True).flatten(0, 1)
+        return list(level.index_select(0, indices[0].token_slots).split(list(seqlens)))
+
+    def labels(self, sequence: Tensor) -> Tensor:
+        return pack.next_token_labels(sequence, (len(sequence),), fill=-100)
+
+    def merge(
+        self, outputs: Sequence[Sequence[Tensor]], samples: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        by_sample = {
+            sample: output
+            for group, group_outputs in zip(samples, outputs, strict=True)
+            for sample, output in zip(group, group_outputs, strict=True)
+        }
+        seqlens = [len(by_sample[sample]) for sample in range(len(by_sample))]
+        slots, share = merge.merge_slots(seqlens, samples, cp_size=1)
+        rows = [torch.cat([*group]) if group else torch.empty(0) for group in outputs]
+        like = next(row for row in rows if len(row))
+        gathered = like.new_zeros((len(rows), share, *like.shape[1:]))
+        for place, row in zip(gathered, rows, strict=True):
+            place[: len(row)] = row
+        return list(gathered.flatten(0, 1).index_select(0, slots).split(seqlens))
+
+
+index = Index()
+
+
+class Rank:
+    """One rank: Megatron's model-parallel state and the CP groups live as long as it does."""
+
+    binds = True
+
+    def __init__(self, context: RankContext) -> None:
+        from impl.groups import create_cp_groups, destroy_cp_groups
+
+        self.resources = ExitStack()
+        self.groups = create_cp_groups(
+            [range(context.world_size)], timeout=timedelta(seconds=context.timeout_s)
+        )
+        self.resources.callback(destroy_cp_groups, self.groups)
+        self.enter_megatron(context)
+
+    def enter_megatron(self, context: RankContext) -> None:
+        from impl.megatron.parallel import model_parallel
+
+        self.resources.enter_context(model_parallel())
+
+    def close(self) -> None:
+        self.resources.close()
+
+    def run(self, task: Task) -> tuple[Outputs, ...]:
+        from impl.megatron.cpu import cpu_mode
+
+        plans = [self.split(task, plan) for plan in task.passes]  # refuses before any collective
+        with cpu_mode():
+            run = _ModelRun(task, self.groups, binds=self.binds, spell=self.spell)
+            return tuple(run.one_pass(plan, subs) for plan, subs in zip(task.passes, plans, strict=True))
+
+    def spell(self, packed: PackedRow) -> None:
+        """Last touch to the packed parameters; ours need none."""
+
+    def split(self, task: Task, plan: Plan) -> list[SubBatch]:
+        return [split_micro_batch(task, micro_batch, self.groups) for micro_batch in plan]
+
+
+def open_rank(context: RankContext) -> Rank:
+    return Rank(context)
+
+
+def split_micro_batch(task: Task, micro_batch: MicroBatch, groups: CPGroups) -> SubBatch:
+    """This rank's part of a micro-batch, at the CP size that the suite asks for."""
+    from impl.config import DynamicCPConfig
+    from impl.split import dynamic_cp_split_batch
+
+    seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
+    config = DynamicCPConfig(
+        max_seqlen_per_dp_cp_rank=max(-(-max(seqlens, default=1) // micro_batch.cp_size), 1),
+        min_cp_size=micro_batch.cp_size,
+        max_cp_size=micro_batch.cp_size,
+    )
+    batch = _jagged_batch(task.batch, micro_batch.samples)
+    return dynamic_cp_split_batch(batch, config=config, groups=groups)
+
+
+def _jagged_batch(batch: Batch, samples: Sequence[int]) -> dict[str, Tensor]:
+    seqlens = tuple(batch.seqlens[sample] for sample in samples)
+    ids = [batch.input_ids[sample] for sample in samples]
+    temperature = torch.tensor([batch.temperature[sample] for sample in samples]).double()
+    return {
+        "input_ids": pack.jagged(torch.cat([torch.empty(0, dtype=torch.int64), *ids]), seqlens),
+        "temperature": pack.jagged(
+            temperature.repeat_interleave(torch.tensor(seqlens, dtype=torch.int64)), seqlens
+        ),
+    }
+
+
+class _ModelRun:
+    """One model through the passes of one task."""
+
+    def __init__(self, task: Task, groups: CPGroups, *, binds: bool, spell: object) -> None:
+        from impl.loss import prediction_weights
+        from impl.megatron.bind import bind_packed_cp_group
+        from impl.megatron.model import GPTConfig, build_gpt_model
+        from impl.megatron.weights import load_hf_weights
+
+        try:
+            self.config = GPTConfig(**asdict(task.model))
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+        self.task, self.groups, self.spell = task, groups, spell
+        self.model = build_gpt_model(self.config, max_seqlen=max(task.batch.seqlens))
+        load_hf_weights(self.model, task.weights, self.config)
+        if binds:
+            bind_packed_cp_group(self.model)
+        self.packed: PackedRow | None = None
+        self.model.register_forward_hook(self.poison_padding)
+        mask = pack.jagged(torch.cat(task.batch.loss_mask), task.batch.seqlens)
+        weights = prediction_weights(mask, aggregation=task.loss.aggregation)
+        self.weights = weights.split(list(task.batch.seqlens))
+
+    def one_pass(self, plan: Plan, subs: Sequence[SubBatch]) -> Outputs:
+        from impl.megatron.weights import hf_gradients
+
+        self.model.zero_grad()
+        outputs: dict[str, dict[int, Tensor]] = {"logits": {}, "logprobs": {}, "entropy": {}}
+        loss = torch.zeros((), dtype=torch.float64)
+        packs = []
+        for micro_batch, sub in zip(plan, subs, strict=True):
+            merged = self.forward(sub)
+            packs.append(self.pack_seen(micro_batch, sub))
+            part = self.loss(merged, micro_batch)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+            for name, jagged in merged.items():
+                outputs[name].update(zip(micro_batch.samples, jagged.detach().unbind(), strict=True))
+        order = range(len(self.task.batch.input_ids))
+        return Outputs(
+            **{name: tuple(found[sample] for sample in order) for name, found in outputs.items()},
+            loss=loss,
+            gradients=self.summed(hf_gradients(self.model, self.config)),
+            packs=tuple(packs),
+        )
+
+    def forward(self, sub: SubBatch) -> dict[str, Tensor]:
+        from impl.forward import gptmodel_forward_model_engine
+        from impl.logprobs import logprobs_and_entropy
+        from impl.merge import dynamic_cp_merge_output
+
+        def with_logits(logits: Tensor, labels: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+            return {"logits": logits, **logprobs_and_entropy(logits, labels, temperature=temperature)}
+
+        self.groups.check_same_plan(sub.plan_hash)
+        outputs = gptmodel_forward_model_engine(
+            self.model,
+            sub,
+            logits_processor=with_logits,
+            fill={
+                "input_ids": self.task.padding.token_id,
+                "temperature": self.task.padding.side_value,
+            },
+            on_pack=self.keep_packed,
+        )
+        return dynamic_cp_merge_output(outputs, sub, groups=self.groups)
+
+    def loss(self, merged: dict[str, Tensor], micro_batch: MicroBatch) -> Tensor:
+        from impl.loss import weighted_sum
+
+        entropy = self.task.loss.entropy_coeff * merged["entropy"].values()
+        weights = torch.cat([self.weights[sample] for sample in micro_batch.samples])
+        return weighted_sum(-merged["logprobs"].values() - entropy, weights)
+
+    def keep_packed(self, packed: PackedRow) -> None:
+        self.spell(packed)  # type: ignore[operator]
+        self.packed = packed
+
+    def poison_padding(self, model: object, inputs: object, logits: Tensor) -> Tensor:
+        assert self.packed is not None
+        if self.task.padding.output_value is None:
+            return logits
+        return logits.index_fill(1, self.packed.index.padding_rows, self.task.padding.output_value)
+
+    def pack_seen(self, micro_batch: MicroBatch, sub: SubBatch) -> Pack:
+        assert self.packed is not None
+        group = self.groups.dp_cp_rank // sub.local_cp_size
+        return Pack(
+            samples=tuple(micro_batch.samples[place] for place in sub.group_samples[group]),
+            cp_ranks=tuple(dist.get_process_group_ranks(sub.cp_group)),
+            tokens=self.packed.tensors["input_ids"],
+            position_ids=self.packed.position_ids,
+            labels=self.packed.tensors["labels"],
+            cu_seqlens_padded=self.packed.index.cu_seqlens_padded,
+        )
+
+    def summed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients added up over all ranks, in one collective."""
+        flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        dist.all_reduce(flat, group=self.groups.dp_cp_group)
+        parts = flat.split([gradient.numel() for gradient in gradients.values()])
+        return {
+            name: part.view_as(gradient)
+            for (name, gradient), part in zip(gradients.items(), parts, strict=True)
+        }

@@ -1,0 +1,77 @@
+"""Settings of dynamic CP, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SCHEDULERS = ("uniform",)
+LAYOUTS = ("zigzag",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicCPConfig:
+    """How dynamic context parallelism cuts a batch.
+
+    Args:
+        max_seqlen_per_dp_cp_rank: tokens of one sequence that a rank may hold; a micro-batch gets
+            the smallest CP size at which its longest sequence keeps to it.
+        dynamic_context_parallel: off means that every micro-batch runs at `min_cp_size`.
+        scheduler: "uniform", one CP size for all groups of a micro-batch.
+        layout: "zigzag", chunk r and its mirror on rank r.
+        min_cp_size, max_cp_size: bounds on the CP size; no upper bound if None.
+    Raises:
+        ValueError: a value that cannot be, by name.
+
+    >>> DynamicCPConfig(max_seqlen_per_dp_cp_rank=4096).min_cp_size
+    1
+    """
+
+    max_seqlen_per_dp_cp_rank: int
+    dynamic_context_parallel: bool = True
+    scheduler: str = "uniform"
+    layout: str = "zigzag"
+    min_cp_size: int = 1
+    max_cp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_seqlen_per_dp_cp_rank", "min_cp_size", "max_cp_size"):
+            value = getattr(self, name)
+            if value is None and name == "max_cp_size":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if not isinstance(self.dynamic_context_parallel, bool):
+            raise ValueError(
+                f"dynamic_context_parallel={self.dynamic_context_parallel!r} must be true or false"
+            )
+        if self.max_cp_size is not None and self.max_cp_size < self.min_cp_size:
+            raise ValueError(
+                f"max_cp_size={self.max_cp_size} is below min_cp_size={self.min_cp_size}"
+            )
+        for name, known in (("scheduler", SCHEDULERS), ("layout", LAYOUTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> DynamicCPConfig:
+        """Settings from a mapping, for example a section of a trainer's configuration."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        if "max_seqlen_per_dp_cp_rank" not in settings:
+            raise ValueError("max_seqlen_per_dp_cp_rank is missing: tokens of a sequence per rank")
+        return cls(**settings)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> DynamicCPConfig:
+        """Settings from a YAML file whose top level is a mapping."""
+        settings = yaml.safe_load(Path(path).read_text())
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"{path}: expected a mapping of settings, got {settings!r}")
+        return cls.from_mapping(settings)

@@ -1,0 +1,95 @@
+"""Process groups for every CP size: ours, since Megatron's lack sizes and can have wrong members.
+
+For 10 ranks Megatron's group of "size 4" may hold two (megatron-core 0.16.1 to 0.19.2), and it has
+none of size 1, so that "no group" means both "CP is off" and "use the default". Here each size
+that divides the world has a real group on every rank, size 1 included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .schedule import check_cp_size, cp_sizes
+
+
+class PlanMismatch(RuntimeError):
+    """Ranks were given different batches, orders or settings."""
+
+
+@dataclass(frozen=True)
+class CPGroups:
+    """This rank's CP groups among its DP×CP ranks.
+
+    Args:
+        dp_cp_group: all DP×CP ranks. dp_cp_rank: this rank's place among them.
+        by_size: for each size of `cp_sizes`, the group of that size that holds this rank.
+    """
+
+    dp_cp_group: dist.ProcessGroup
+    by_size: Mapping[int, dist.ProcessGroup]
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_cp_group.size()
+
+    @property
+    def dp_cp_rank(self) -> int:
+        return self.dp_cp_group.rank()
+
+    def of_size(self, cp_size: int) -> dist.ProcessGroup:
+        """The group of `cp_size` that holds this rank.
+
+        Raises:
+            ValueError: no such groups; raised on every rank alike, before any collective.
+        """
+        check_cp_size(cp_size, world_size=self.world_size)
+        return self.by_size[cp_size]
+
+    def check_same_plan(self, plan_hash: int) -> None:
+        """Compare a plan hash over all ranks.
+
+        Raises:
+            PlanMismatch: on every rank, naming the first rank that differs from rank 0.
+        """
+        mine = torch.tensor([plan_hash])
+        hashes = torch.empty(self.world_size, dtype=torch.int64)
+        dist.all_gather_into_tensor(hashes, mine, group=self.dp_cp_group)
+        for rank, other in enumerate(hashes.tolist()):
+            if other != hashes[0]:
+                raise PlanMismatch(
+                    f"rank {rank} has plan {other:x}, rank 0 has {hashes[0]:x}: every rank must "
+                    "be given the same lengths and settings in the same order"
+                )
+
+
+def create_cp_groups(
+    dp_cp_ranks: Sequence[Sequence[int]], *, timeout: timedelta
+) -> CPGroups:
+    """Make the groups of every CP size; a collective over the default group.
+
+    Args:
+        dp_cp_ranks: the DP×CP rank lists of the whole world (one for each TP, PP place), the
+            same on every rank; together they hold every rank once.
+        timeout: limit of each collective in these groups.
+    """
+    size = len(dp_cp_ranks[0])
+    mine: dict[int, dist.ProcessGroup] = {}
+    for cp_size in cp_sizes(size):
+        for ranks in dp_cp_ranks:
+            for start in range(0, size, cp_size):
+                members = list(ranks[start : start + cp_size])
+                group = dist.new_group(members, timeout=timeout)
+                if dist.get_rank() in members:
+                    mine[cp_size] = group
+    return CPGroups(dp_cp_group=mine[size], by_size=mine)
+
+
+def destroy_cp_groups(groups: CPGroups) -> None:
+    """Give the groups back, on every rank."""
+    for group in groups.by_size.values():
+        dist.destroy_process_group(group)

@@ -1,0 +1,53 @@
+"""Megatron's global model-parallel state, set up and taken down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from .probe import UnsupportedMegatron, features
+
+
+@contextmanager
+def model_parallel(*, megatron_groups: bool = False) -> Iterator[None]:
+    """Megatron's groups over the default process group, with a build-time CP size of 1.
+
+    Args:
+        megatron_groups: have Megatron make its own dynamic CP groups as well.
+    Raises:
+        UnsupportedMegatron: groups asked of a version that makes none.
+    """
+    if megatron_groups and features().group_keyword is None:
+        raise UnsupportedMegatron(
+            f"megatron-core {features().version} makes no dynamic CP groups; 0.16.0 and later do"
+        )
+    keywords = {features().group_keyword: True} if megatron_groups else {}
+    parallel_state.initialize_model_parallel(context_parallel_size=1, **keywords)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        for name in ("_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"):
+            # 0.16.1 to 0.19.2 leave them behind, for the next layout to find
+            getattr(parallel_state, name, {}).clear()
+
+
+def megatron_cp_group(cp_size: int) -> dist.ProcessGroup | None:
+    """Megatron's own group of a size, None for size 1, its way of saying that CP is off.
+
+    Raises:
+        ValueError: Megatron has no such group, or one with other members.
+    """
+    if cp_size == 1:
+        return None
+    getter = getattr(parallel_state, str(features().group_getter))
+    try:
+        group: dist.ProcessGroup = getter(group_size=cp_size)
+    except KeyError as error:
+        raise ValueError(f"Megatron made no group of CP size {cp_size}") from error
+    if group.size() != cp_size:
+        raise ValueError(f"Megatron's group of CP size {cp_size} has {group.size()} members")
+    return group

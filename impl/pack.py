@@ -1,0 +1,62 @@
+"""Values of whole sequences ↔ packed rows of one rank: one `index_select` each way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layout import RankIndex
+
+
+def jagged(values: Tensor, seqlens: Tensor | tuple[int, ...]) -> Tensor:
+    """Concatenated sequences [N, ...] as a jagged nested tensor, sharing their memory.
+
+    >>> [row.tolist() for row in jagged(torch.arange(3), (1, 2)).unbind()]
+    [[0], [1, 2]]
+    """
+    lengths = torch.as_tensor(seqlens, device=values.device)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def seqlens_of(batch: Tensor) -> tuple[int, ...]:
+    """Lengths of a jagged tensor: the one place where they come to the host."""
+    return tuple(batch.offsets().diff().tolist())
+
+
+def pack_rows(values: Tensor, index: RankIndex, *, pad_value: float) -> Tensor:
+    """A CP rank's packed rows.
+
+    Args:
+        values: [N, ...], the real tokens of all sequences, concatenated.
+        pad_value: what padded rows hold.
+    Returns:
+        [T, ...]; gradients flow back from real rows alone.
+    """
+    if not len(values):
+        return values.new_full((len(index.rows), *values.shape[1:]), pad_value)
+    rows = values.index_select(0, index.rows)
+    return rows.index_fill(0, index.padding_rows, pad_value) if len(index.padding_rows) else rows
+
+
+def drop_padding(rows: Tensor, index: RankIndex) -> Tensor:
+    """The real rows [R, ...] of a rank's packed rows [T, ...].
+
+    Padded rows are left out, not multiplied by zero, so that nothing in them, NaN included,
+    reaches a value or a gradient.
+    """
+    return rows.index_select(0, index.real_rows) if len(index.padding_rows) else rows
+
+
+def next_token_labels(values: Tensor, seqlens: tuple[int, ...], *, fill: int) -> Tensor:
+    """Labels [N] of concatenated sequences: the next token of the same sequence.
+
+    Shifted before any split: afterwards the neighbour may be on another rank. `fill` stands
+    where a sequence ends.
+
+    >>> next_token_labels(torch.tensor([5, 6, 7, 8]), (3, 1), fill=-100).tolist()
+    [6, 7, -100, -100]
+    """
+    labels = values.roll(-1, 0)
+    labels[torch.tensor(seqlens, device=values.device).cumsum(0) - 1] = fill
+    return labels

@@ -1,0 +1,95 @@
+"""Jagged tensors of a sub-batch → one packed (THD) row per CP rank, and outputs back again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import gather_replicated
+from .layout import RankIndex, rank_index
+from .megatron.packed import packed_seq_params
+from .pack import jagged, next_token_labels, pack_rows, seqlens_of
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+NO_LABEL = -100  # where a sequence ends, and in padding
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """What a rank hands to the model for one micro-batch.
+
+    Args:
+        tensors: [T, ...] by name, padded rows filled.
+        params: boundaries and CP group in Megatron's form.
+        index: the maps that undo the packing. cp_group: the ranks that share the sequences.
+    """
+
+    tensors: Mapping[str, Tensor]
+    params: PackedSeqParams
+    index: RankIndex
+    cp_group: dist.ProcessGroup
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [T]; 0 at the start of every sequence."""
+        return self.index.position_ids
+
+
+def preprocess_thd_engine(
+    tensors: Mapping[str, Tensor],
+    *,
+    cp_group: dist.ProcessGroup,
+    tp_size: int = 1,
+    fill: Mapping[str, float] | None = None,
+    labels_of: str | None = None,
+) -> PackedRow:
+    """Pack jagged tensors for this CP rank, zigzag per sequence.
+
+    Args:
+        tensors: jagged [S, L, ...], all of the same lengths.
+        cp_group: the micro-batch's group; of size 1 when CP is off.
+        tp_size: with sequence parallelism, packs divide by it as well.
+        fill: by name, what padded rows hold; 0 where not named.
+        labels_of: name of the ids whose next tokens are packed as "labels", shifted inside each
+            sequence before the split, `NO_LABEL` where there is none.
+    """
+    values = {name: tensor.values() for name, tensor in tensors.items()}
+    seqlens = seqlens_of(next(iter(tensors.values())))
+    fill = {**(fill or {}), "labels": NO_LABEL}
+    if labels_of is not None:
+        values["labels"] = next_token_labels(values[labels_of], seqlens, fill=NO_LABEL)
+    index = rank_index(
+        seqlens,
+        cp_size=cp_group.size(),
+        cp_rank=cp_group.rank(),
+        tp_size=tp_size,
+        device=next(iter(values.values())).device,
+    )
+    rows = {name: pack_rows(flat, index, pad_value=fill.get(name, 0)) for name, flat in values.items()}
+    return PackedRow(rows, packed_seq_params(index, cp_group), index, cp_group)
+
+
+def postprocess_thd_engine(real_rows: Tensor, packed: PackedRow) -> Tensor:
+    """This rank's real rows [R, ...] → whole sequences, jagged, on every member of the CP group.
+
+    Every member must go on to compute the same from the result: each keeps the gradient of its
+    own rows, so summed over the group every token counts once, with no factor of the CP size.
+    """
+    index = packed.index
+    if packed.cp_group.size() == 1:
+        return jagged(real_rows, _real_seqlens(index))
+    missing = index.max_real_rows - len(real_rows)
+    level = torch.cat([real_rows, real_rows.new_zeros(missing, *real_rows.shape[1:])])
+    gathered = gather_replicated(level, packed.cp_group) if index.max_real_rows else level
+    return jagged(gathered.index_select(0, index.token_slots), _real_seqlens(index))
+
+
+def _real_seqlens(index: RankIndex) -> tuple[int, ...]:
+    return index.seqlens if len(index.token_slots) else ()
