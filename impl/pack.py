@@ -14,7 +14,7 @@ def jagged(values: Tensor, seqlens: Tensor | tuple[int, ...]) -> Tensor:
     >>> [row.tolist() for row in jagged(torch.arange(3), (1, 2)).unbind()]
     [[0], [1, 2]]
     """
-    lengths = torch.as_tensor(seqlens, device=values.device)
+    lengths = torch.as_tensor(seqlens, dtype=torch.int64, device=values.device)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
@@ -58,5 +58,6 @@ def next_token_labels(values: Tensor, seqlens: tuple[int, ...], *, fill: int) ->
     [6, 7, -100, -100]
     """
     labels = values.roll(-1, 0)
-    labels[torch.tensor(seqlens, device=values.device).cumsum(0) - 1] = fill
+    ends = torch.tensor(seqlens, dtype=torch.int64, device=values.device).cumsum(0) - 1
+    labels[ends] = fill
     return labels

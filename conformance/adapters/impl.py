@@ -171,7 +171,9 @@ def split_micro_batch(task: Task, micro_batch: MicroBatch, groups: CPGroups) -> 
 def _jagged_batch(batch: Batch, samples: Sequence[int]) -> dict[str, Tensor]:
     seqlens = tuple(batch.seqlens[sample] for sample in samples)
     ids = [batch.input_ids[sample] for sample in samples]
-    temperature = torch.tensor([batch.temperature[sample] for sample in samples]).double()
+    temperature = torch.tensor(
+        [batch.temperature[sample] for sample in samples], dtype=torch.float64
+    )
     return {
         "input_ids": pack.jagged(torch.cat([torch.empty(0, dtype=torch.int64), *ids]), seqlens),
         "temperature": pack.jagged(

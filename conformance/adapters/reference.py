@@ -1,0 +1,180 @@
+"""The oracle behind the suite's protocol, and as an implementation under test: the control.
+
+As an implementation every rank computes the whole batch by itself, so it must pass everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import reference
+import torch
+from reference import groups, zigzag
+from torch import Tensor
+
+from ..protocol import Batch, Loss, ModelSpec, Outputs, Pack, Padding, Plan, RankContext, Task
+
+NAME = "reference"
+NO_LABEL = -100
+
+
+def versions() -> dict[str, str]:
+    """No Megatron is under test here."""
+    return {"megatron": "none"}
+
+
+class Index:
+    """Split, pack and merge by definition."""
+
+    def choose_local_cp_size(
+        self, seqlens: Sequence[int], *, world_size: int, max_seqlen_per_dp_cp_rank: int
+    ) -> int:
+        return groups.choose_local_cp_size(
+            seqlens, world_size=world_size, max_seqlen_per_dp_cp_rank=max_seqlen_per_dp_cp_rank
+        )
+
+    def split(self, seqlens: Sequence[int], *, world_size: int, cp_size: int) -> list[list[int]]:
+        return groups.split(seqlens, world_size=world_size, cp_size=cp_size)
+
+    def pack(
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        cp_size: int,
+        cp_rank: int,
+        tp_size: int,
+        pad_value: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seqlens = [len(sequence) for sequence in sequences]
+        rows = zigzag.packed_tokens(
+            sequences, cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size, pad_value=pad_value
+        )
+        positions = zigzag.packed_positions(
+            seqlens, cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size
+        )
+        return rows, positions, _boundaries(seqlens, cp_size, tp_size)
+
+    def unpack(
+        self, shards: Sequence[Tensor], seqlens: Sequence[int], *, cp_size: int, tp_size: int
+    ) -> list[Tensor]:
+        return zigzag.unpack(shards, seqlens, cp_size=cp_size, tp_size=tp_size)
+
+    def labels(self, sequence: Tensor) -> Tensor:
+        return zigzag.next_token_labels(sequence, NO_LABEL)
+
+    def merge(
+        self, outputs: Sequence[Sequence[Tensor]], samples: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        by_sample = {
+            sample: output
+            for group, group_outputs in zip(samples, outputs, strict=True)
+            for sample, output in zip(group, group_outputs, strict=True)
+        }
+        return [by_sample[sample] for sample in range(len(by_sample))]
+
+
+index = Index()
+
+
+class Oracle:
+    """The truth, in one process."""
+
+    index = index
+
+    def random_weights(self, model: ModelSpec, *, seed: int) -> dict[str, Tensor]:
+        return reference.random_weights(reference.ModelConfig(**asdict(model)), seed=seed)
+
+    def evaluate(
+        self, model: ModelSpec, weights: Mapping[str, Tensor], batch: Batch, loss: Loss
+    ) -> Outputs:
+        result = reference.evaluate(
+            reference.ModelConfig(**asdict(model)),
+            weights,
+            reference.Batch(batch.input_ids, batch.loss_mask, batch.temperature),
+            reference.Loss(loss.aggregation, loss.entropy_coeff),
+        )
+        return Outputs(
+            logits=result.logits,
+            logprobs=result.logprobs,
+            entropy=result.entropy,
+            loss=result.loss,
+            gradients=result.gradients,
+        )
+
+    def pack(
+        self,
+        batch: Batch,
+        samples: Sequence[int],
+        *,
+        cp_ranks: Sequence[int],
+        cp_rank: int,
+        padding: Padding,
+    ) -> Pack:
+        sequences = [batch.input_ids[sample] for sample in samples]
+        layout = {"cp_size": len(cp_ranks), "cp_rank": cp_rank}
+        seqlens = [len(sequence) for sequence in sequences]
+        labels = [zigzag.next_token_labels(sequence, NO_LABEL) for sequence in sequences]
+        return Pack(
+            samples=tuple(samples),
+            cp_ranks=tuple(cp_ranks),
+            tokens=zigzag.packed_tokens(sequences, **layout, pad_value=padding.token_id),
+            position_ids=zigzag.packed_positions(seqlens, **layout),
+            labels=zigzag.packed_tokens(labels, **layout, pad_value=NO_LABEL),
+            cu_seqlens_padded=_boundaries(seqlens, len(cp_ranks), 1),
+        )
+
+
+oracle = Oracle()
+
+
+class Rank:
+    """The control: the oracle on every rank, packs included."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+
+    def run(self, task: Task) -> tuple[Outputs, ...]:
+        for plan in task.passes:
+            for micro_batch in plan:
+                seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
+                groups.split(
+                    seqlens, world_size=self.context.world_size, cp_size=micro_batch.cp_size
+                )
+        return tuple(self.one_pass(task, plan) for plan in task.passes)
+
+    def one_pass(self, task: Task, plan: Plan) -> Outputs:
+        outputs = oracle.evaluate(task.model, task.weights, task.batch, task.loss)
+        return Outputs(**{**vars(outputs), "packs": tuple(self.packs(task, plan))})
+
+    def packs(self, task: Task, plan: Plan) -> list[Pack]:
+        packs = []
+        for micro_batch in plan:
+            cp_size = micro_batch.cp_size
+            group, cp_rank = divmod(self.context.rank, cp_size)
+            seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
+            split = groups.split(seqlens, world_size=self.context.world_size, cp_size=cp_size)
+            packs.append(
+                oracle.pack(
+                    task.batch,
+                    [micro_batch.samples[place] for place in split[group]],
+                    cp_ranks=range(group * cp_size, (group + 1) * cp_size),
+                    cp_rank=cp_rank,
+                    padding=task.padding,
+                )
+            )
+        return packs
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+def open_rank(context: RankContext) -> Rank:
+    return Rank(context)
+
+
+def _boundaries(seqlens: Sequence[int], cp_size: int, tp_size: int) -> Tensor:
+    padded = [
+        zigzag.padded_length(seqlen, cp_size=cp_size, tp_size=tp_size) for seqlen in seqlens
+    ]
+    return torch.tensor([0, *padded]).cumsum(0).int()

@@ -1,0 +1,191 @@
+"""Case → task: the batch, the mask, the weights and the plan that its names stand for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .batch_file import Document
+from .case import Case
+from .protocol import Batch, Loss, MicroBatch, ModelSpec, Oracle, Padding, Task
+
+_BASE = ModelSpec(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    vocab_size=64,
+)
+MODEL_SPECS = {
+    "llama": _BASE,
+    "qwen2": replace(_BASE, qkv_bias=True, tied=True, rope_theta=1e6),
+    "qwen3": replace(_BASE, qk_norm=True, head_dim=16, norm_eps=1e-6),
+    "starcoder2": replace(
+        _BASE,
+        norm="layernorm",
+        activation="gelu_tanh",
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+    ),
+    "gptj": replace(
+        _BASE,
+        norm="layernorm",
+        activation="gelu",
+        num_kv_heads=4,
+        rope_interleaved=True,
+        rope_fraction=0.5,
+    ),
+    "mqa": replace(_BASE, num_kv_heads=1, rope_fraction=0.5),
+}
+_LOSSES = {
+    "tokenmean": Loss("token-mean"),
+    "seqmean": Loss("sequence-mean"),
+    "entropy": Loss("token-mean", entropy_coeff=0.1),
+}
+_TEMPERATURES: dict[str, tuple[float, ...]] = {
+    "t1": (1.0,),
+    "t0.7": (0.7,),
+    "t2": (2,),
+    "teach": (0.7, 1.0, 2, 1.3),
+}
+_HUGE = 1e4  # an embedding that no real token has
+
+
+@dataclass(frozen=True)
+class TaskBuilder:
+    """Builds the tasks of a run.
+
+    Args:
+        oracle: draws the weights. seed: of everything drawn.
+        texts: real documents by batch, for the cases `text0`, `text1`, …
+    """
+
+    oracle: Oracle
+    seed: int = 0
+    texts: Sequence[tuple[Document, ...]] = ()
+
+    def seqlens(self, case: Case) -> tuple[int, ...]:
+        if case.column == "text":
+            return tuple(len(document.input_ids) for document in self._documents(case))
+        return case.seqlens
+
+    def task(self, case: Case) -> Task:
+        """What every rank is told.
+
+        Raises:
+            ValueError: a text that is not there.
+        """
+        batch, spec = self._batch(case)
+        weights = self.oracle.random_weights(spec, seed=self.seed)
+        padding = Padding(token_id=spec.vocab_size - 1)
+        if case.padding == "poisoned_ids":
+            padding = Padding(token_id=int(batch.input_ids[0][0]))
+        elif case.padding == "poisoned_nan":
+            padding = replace(padding, side_value=float("nan"), output_value=float("nan"))
+        elif case.padding == "poisoned_huge":
+            weights["model.embed_tokens.weight"][padding.token_id] = _HUGE
+        passes = tuple(micro_batches(len(batch.input_ids), sizes) for sizes in case.cp)
+        return Task(spec, weights, batch, passes, _LOSSES[case.loss], padding)
+
+    def _documents(self, case: Case) -> tuple[Document, ...]:
+        number = int(case.padding.removeprefix("text") or 0)
+        if number >= len(self.texts):
+            raise ValueError(
+                f"{case.id}: there are {len(self.texts)} batches of text, counted from 0"
+            )
+        return self.texts[number]
+
+    def _batch(self, case: Case) -> tuple[Batch, ModelSpec]:
+        spec = MODEL_SPECS[case.model]
+        if case.column == "text":
+            documents = self._documents(case)
+            input_ids, spec = _dense_ids(documents, spec)
+            loss_mask = tuple(torch.tensor(document.loss_mask) for document in documents)
+        else:
+            draw = torch.Generator().manual_seed(self.seed + zlib.crc32(repr(case.seqlens).encode()))
+            input_ids = tuple(
+                torch.randint(spec.vocab_size - 1, (seqlen,), generator=draw) for seqlen in case.seqlens
+            )
+            loss_mask = _MASKS[case.mask](case, draw)
+        each = _TEMPERATURES[case.temperature]
+        temperature = tuple(each[place % len(each)] for place in range(len(input_ids)))
+        return Batch(input_ids, loss_mask, temperature), spec
+
+
+def micro_batches(samples: int, cp_sizes: Sequence[int]) -> tuple[MicroBatch, ...]:
+    """Samples dealt out to the micro-batches of one step in turn."""
+    return tuple(
+        MicroBatch(tuple(range(samples))[place :: len(cp_sizes)], cp_size)
+        for place, cp_size in enumerate(cp_sizes)
+    )
+
+
+def _dense_ids(
+    documents: Sequence[Document], spec: ModelSpec
+) -> tuple[tuple[Tensor, ...], ModelSpec]:
+    """Ids renumbered from 0 without gaps, so that the toy model needs no large vocabulary.
+
+    What is verified depends on which ids are equal, not on their values. The last id is left for
+    padding.
+    """
+    known = sorted({token for document in documents for token in document.input_ids})
+    number = {token: place for place, token in enumerate(known)}
+    ids = tuple(
+        torch.tensor([number[token] for token in document.input_ids]) for document in documents
+    )
+    return ids, replace(spec, vocab_size=len(known) + 1)
+
+
+def _uneven(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
+    masks = tuple(torch.rand(seqlen, generator=draw) < 0.6 for seqlen in case.seqlens)
+    return tuple(mask | last for mask, last in zip(masks, _single(case, draw), strict=True))
+
+
+def _full(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
+    return tuple(torch.ones(seqlen, dtype=torch.bool) for seqlen in case.seqlens)
+
+
+def _none(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(seqlen, dtype=torch.bool) for seqlen in case.seqlens)
+
+
+def _single(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
+    """The last token of the longest sequence, and no other."""
+    masks = _none(case, draw)
+    if any(case.seqlens):
+        masks[case.seqlens.index(max(case.seqlens))][-1] = True
+    return masks
+
+
+def _shard(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
+    """Only predictions made in the first chunk, so that all CP ranks but the first have none."""
+    chunks = 2 * max(case.cp_sizes)
+    return tuple(
+        (torch.arange(seqlen) > 0) & (torch.arange(seqlen) <= -(-seqlen // chunks))
+        for seqlen in case.seqlens
+    )
+
+
+def _rank(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
+    """Only the longest sequence, so that the ranks of all other groups have none."""
+    longest = case.seqlens.index(max(case.seqlens))
+    return tuple(
+        torch.full((seqlen,), place == longest) for place, seqlen in enumerate(case.seqlens)
+    )
+
+
+_MASKS: Mapping[str, Callable[[Case, torch.Generator], tuple[Tensor, ...]]] = {
+    "uneven": _uneven,
+    "full": _full,
+    "none": _none,
+    "single": _single,
+    "shard": _shard,
+    "rank": _rank,
+}

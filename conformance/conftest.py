@@ -1,0 +1,188 @@
+"""Options of the suite, its one session, and the report that a run leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .batch_file import BadBatchFile, Document, batches, read_documents
+from .build import TaskBuilder
+from .case import Case, parse_case
+from .pool import RankPools
+from .profiles import PROFILES, profile_cases, text_cases
+from .protocol import load
+from .report import Report
+from .suite import Suite
+from .terminal import print_reports
+from .verdict import CheckResult, Verdict
+
+IMPL = "conformance.adapters.impl"
+STOCK = "conformance.adapters.stock"
+ORACLE = "conformance.adapters.reference"
+TEXTS = Path(__file__).parents[1] / "fixtures" / "texts" / "devils_dictionary.jsonl"
+TEXT_TOKENS = 2048  # tokens of real text that run as one batch
+_RESULTS = "conformance results"  # the name under which a test hands over its results
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance")
+    group.addoption("--impl", default=None, help=f"module under test, default {IMPL}")
+    group.addoption("--stock", action="store_true", help="bind nothing: Megatron as released")
+    group.addoption("--profile", choices=PROFILES, default="default", help="how much to run")
+    group.addoption("--case", action="append", default=[], help="run this case id; may be repeated")
+    group.addoption("--batch", type=Path, help="JSONL of your own documents")
+    group.addoption("--report-dir", type=Path, default=Path("report"), help="where reports go")
+    group.addoption("--case-timeout", type=float, default=60.0, help="seconds for one case")
+    group.addoption("--seed", type=int, default=0, help="of weights, tokens and masks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_RUN] = _Run(started=time.monotonic())
+    if config.getoption("impl") not in (None, IMPL) and config.getoption("stock"):
+        raise pytest.UsageError("--stock chooses the implementation itself; leave --impl out")
+
+
+@dataclasses.dataclass
+class _Run:
+    """What a run gathers for its report; with xdist only the controller's is used."""
+
+    started: float
+    results: list[CheckResult] = dataclasses.field(default_factory=list)
+    is_conformance: bool = False
+
+
+_RUN = pytest.StashKey[_Run]()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        metafunc.config.stash[_RUN].is_conformance = True
+        cases = _cases(metafunc.config)
+        metafunc.parametrize("case", cases, ids=[case.id for case in cases])
+
+
+def _cases(config: pytest.Config) -> tuple[Case, ...]:
+    """The cases asked for; what cannot be understood is a usage error with its reason."""
+    try:
+        texts = _texts(config)
+        if config.getoption("case"):
+            return tuple(map(parse_case, config.getoption("case")))
+        if config.getoption("batch"):
+            return text_cases(len(texts), profile=config.getoption("profile"))
+        return profile_cases(config.getoption("profile"), num_texts=len(texts))
+    except BadBatchFile as error:
+        raise pytest.UsageError(f"bad batch file\n{error}") from error
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def _texts(config: pytest.Config) -> tuple[tuple[Document, ...], ...]:
+    path = config.getoption("batch") or TEXTS
+    return batches(read_documents(path), max_tokens=TEXT_TOKENS)
+
+
+def _implementation(config: pytest.Config) -> str:
+    if config.getoption("stock"):
+        return STOCK
+    return str(config.getoption("impl") or IMPL)
+
+
+@pytest.fixture(scope="session")
+def suite(request: pytest.FixtureRequest) -> Iterator[Suite]:
+    """The implementation under test and the oracle, with rank pools that live for the session."""
+    config = request.config
+    oracle = load(ORACLE).oracle
+    name = _implementation(config)
+    with RankPools(timeout_s=config.getoption("case_timeout"), max_ranks=24) as pools:
+        yield Suite(
+            implementation=name,
+            pools=pools,
+            oracle=oracle,
+            builder=TaskBuilder(oracle, config.getoption("seed"), _texts(config)),
+            rerun=_rerun(config),
+        )
+
+
+def _rerun(config: pytest.Config) -> str:
+    options = ["--stock"] if config.getoption("stock") else []
+    options += [f"--impl {_implementation(config)}"] if _implementation(config) not in (IMPL, STOCK) else []
+    options += [f"--batch {config.getoption('batch')}"] if config.getoption("batch") else []
+    options += [f"--seed {config.getoption('seed')}"] if config.getoption("seed") else []
+    return " ".join(["python -m tools verify", *options, "--case"])
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Any:
+    """Hands results over to the report, from an xdist worker too, and fails the test if one did."""
+
+    def hand_over(results: list[CheckResult]) -> None:
+        plain = [dataclasses.asdict(result) for result in results]
+        request.node.user_properties.append((_RESULTS, plain))
+        failed = [result for result in results if result.verdict is Verdict.FAIL]
+        if failed:
+            lines = [f"{r.id} {r.check}: {r.reason}; {r.where}\n  {r.rerun}" for r in failed]
+            pytest.fail("\n".join(lines), pytrace=False)
+        if not any(result.verdict is Verdict.PASS for result in results):
+            pytest.skip("; ".join(f"{r.verdict.value}: {r.reason}" for r in results))
+
+    return hand_over
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.pluginmanager.register(_Collector(session.config.stash[_RUN]))
+
+
+class _Collector:
+    """Takes results out of test reports, wherever the tests ran."""
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            for name, plain in report.user_properties:
+                if name == _RESULTS:
+                    self.run.is_conformance = True
+                    self.run.results += [_result(entry) for entry in plain]  # type: ignore[attr-defined]
+
+
+def _result(plain: dict[str, Any]) -> CheckResult:
+    sequences = {key: tuple(plain[key]) for key in ("lengths", "cp")}
+    return CheckResult(**{**plain, **sequences, "verdict": Verdict(plain["verdict"])})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    run = config.stash[_RUN]
+    if not run.is_conformance or hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    report = _report(config, run)
+    folder: Path = config.getoption("report_dir")
+    report.write(folder)
+    terminalreporter.write_line("")
+    print_reports([report], html=str(folder / "report.html"))
+
+
+def _report(config: pytest.Config, run: _Run) -> Report:
+    name = _implementation(config)
+    module = load(name)
+    return Report(
+        implementation=getattr(module, "NAME", name),
+        megatron=getattr(module, "versions", dict)().get("megatron", ""),
+        torch=version("torch"),
+        python=platform.python_version(),
+        transport="cpu",
+        dtype="float64",
+        stock=getattr(module, "STOCK", False),
+        seconds=time.monotonic() - run.started,
+        cases=tuple(run.results),
+        profile=config.getoption("profile"),
+        seed=config.getoption("seed"),
+    )

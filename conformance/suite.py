@@ -1,0 +1,145 @@
+"""One run of the suite: cases in, verdicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .build import TaskBuilder
+from .case import Case
+from .judge import Finding, judge
+from .pool import RankPools, RankReply
+from .protocol import Loss, Oracle, Outputs, Task
+from .rank_error import RankError
+from .verdict import CheckResult, Verdict
+
+
+@dataclass
+class Suite:
+    """An implementation under test beside the oracle.
+
+    Args:
+        implementation: dotted name of its module. pools: where its ranks run.
+        builder: makes tasks of cases.
+        rerun: what stands before a case id in the command that repeats it.
+    """
+
+    implementation: str
+    pools: RankPools
+    oracle: Oracle
+    builder: TaskBuilder
+    rerun: str = "python -m tools verify --case"
+    _truths: dict[tuple[object, ...], Outputs] = field(default_factory=dict)
+
+    def verify(self, case: Case) -> list[CheckResult]:
+        """Run a case and judge it; whatever goes wrong in a rank is a verdict, nothing raises."""
+        task = self.builder.task(case)
+        if case.expects_refusal:
+            return [self._result(case, self._refusal(case, task))]
+        replies = self._run(case, task)
+        error = next((error for error in map(_blamed, replies) if error), None)
+        if error is None:
+            error = _first_error(replies)
+        if error is not None:
+            return [self._failed(case, *error)]
+        outputs = [reply.outputs for reply in replies if reply.outputs is not None]
+        findings = judge(task, outputs, self.oracle, self.truth(task))
+        return [self._result(case, finding) for finding in findings]
+
+    def truth(self, task: Task) -> Outputs:
+        """The oracle's outputs of a task's batch, computed once for all worlds and plans."""
+        key = _truth_key(task)
+        if key not in self._truths:
+            if len(self._truths) >= 64:
+                self._truths.pop(next(iter(self._truths)))
+            self._truths[key] = self.oracle.evaluate(task.model, task.weights, task.batch, task.loss)
+        return self._truths[key]
+
+    def _run(self, case: Case, task: Task, only_rank: int | None = None) -> Sequence[RankReply]:
+        pool = self.pools.pool(self.implementation, case.world)
+        return pool.run(task, only_rank=only_rank)
+
+    def _refusal(self, case: Case, task: Task) -> Finding:
+        """A task that cannot be had, given to one rank alone.
+
+        It must raise ValueError; if it enters a collective first, nobody answers there and the
+        time limit ends it.
+        """
+        (reply,) = self._run(case, task, only_rank=0)
+        if reply.error is None:
+            reason = "it was accepted; a clear ValueError is expected"
+        elif reply.error.kind == "refused" and reply.error.message:
+            return Finding("refusal", 0.0, 0.0, reason=f"refused: {reply.error.message}")
+        elif reply.error.kind == "timeout":
+            reason = f"not refused before the first collective: {reply.error.message}"
+        else:
+            reason = f"raised {reply.error.type}, not ValueError: {reply.error.message}"
+        return Finding("refusal", float("inf"), 0.0, where=f"rank 0 {reply.error.where if reply.error else ''}", reason=reason)
+
+    def _failed(self, case: Case, rank: int, error: RankError) -> CheckResult:
+        verdict = Verdict.UNSUPPORTED if error.kind == "unsupported" else Verdict.FAIL
+        said = error.message if error.kind == "unsupported" else f"{error.type}: {error.message}"
+        return self._line(case, "run", verdict, where=f"rank {rank}, {error.where}", reason=said)
+
+    def _result(self, case: Case, finding: Finding) -> CheckResult:
+        verdict = Verdict.PASS if finding.passed else Verdict.FAIL
+        reason = finding.reason
+        if not finding.passed and not reason:
+            reason = f"{finding.check} wrong"
+            if finding.budget:
+                reason += f": error {finding.error:.1e}, allowed {finding.budget:.0e}"
+        return self._line(
+            case, finding.check, verdict, finding.error, finding.budget, finding.where, reason
+        )
+
+    def _line(
+        self,
+        case: Case,
+        check: str,
+        verdict: Verdict,
+        error: float | None = None,
+        budget: float | None = None,
+        where: str = "",
+        reason: str = "",
+    ) -> CheckResult:
+        return CheckResult(
+            id=case.id,
+            check=check,
+            lengths=self.builder.seqlens(case),
+            world=case.world,
+            cp=case.cp_sizes,
+            padding=case.column,
+            verdict=verdict,
+            error=error,
+            budget=budget,
+            where=where,
+            reason=reason,
+            rerun=f"{self.rerun} {case.id}",
+        )
+
+
+def _blamed(reply: RankReply) -> tuple[int, RankError] | None:
+    """A rank's own error; waiting for another rank is not one."""
+    if reply.error is not None and reply.error.kind != "timeout":
+        return reply.rank, reply.error
+    return None
+
+
+def _first_error(replies: Sequence[RankReply]) -> tuple[int, RankError] | None:
+    return next(((reply.rank, reply.error) for reply in replies if reply.error), None)
+
+
+def _truth_key(task: Task) -> tuple[object, ...]:
+    batch, loss = task.batch, task.loss
+    return (
+        task.model,
+        _fingerprint(batch.input_ids),
+        _fingerprint(batch.loss_mask),
+        batch.temperature,
+        Loss(loss.aggregation, loss.entropy_coeff),
+        _fingerprint(tuple(task.weights.values())[:1]),
+    )
+
+
+def _fingerprint(tensors: Sequence[object]) -> int:
+    return hash(tuple(tensor.numpy().tobytes() for tensor in tensors))  # type: ignore[attr-defined]
