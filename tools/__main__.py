@@ -1,0 +1,5 @@
+"""`python -m tools COMMAND`."""
+
+from .cli import app
+
+app(prog_name="python -m tools")
