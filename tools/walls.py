@@ -62,7 +62,8 @@ RULES = (
     _rule("impl/megatron", _IMPL | _MEGATRON, "impl"),
     _rule("impl", _IMPL, "impl"),
     _rule("conformance/adapters/reference", {"torch"}, "conformance", "reference"),
-    _rule("conformance/adapters/impl", _IMPL | _MEGATRON, "conformance", "impl"),
+    _rule("conformance/adapters/impl", _IMPL, "conformance", "impl"),
+    _rule("conformance/adapters/stock", _IMPL, "conformance", "impl"),
     _rule("conformance/adapters", None, "conformance"),
     _rule("conformance", {"torch", "pytest", "hypothesis", "rich", "jinja2"}, "conformance"),
     _rule("tools", None, *OURS),
@@ -106,7 +107,7 @@ def _problems_of_file(root: Path, path: PurePosixPath) -> Iterator[str]:
 
 
 def rule_of(path: PurePosixPath) -> Rule:
-    """The first rule that holds a file; an adapter `impl_stock.py` obeys that of `impl.py`."""
+    """The first rule that holds a file; an adapter `impl_low.py` obeys that of `impl.py`."""
     for rule in RULES:
         if path.is_relative_to(rule.folder) or _is_adapter_of(path, rule.folder):
             return rule
@@ -164,11 +165,12 @@ def _allowed(rule: Rule, found: Import) -> bool:
 
 
 def _who_may(name: str) -> str:
-    """The folders, outside tests, whose rule names it."""
+    """The folders that may, tests and its own aside."""
     named = [
         rule.folder
         for rule in RULES
         if not rule.folder.endswith(("tests", "selftest"))
+        and not PurePosixPath(rule.folder).is_relative_to(name)
         and (name in rule.ours or name in (rule.names or ()))
     ]
     return f"only {', '.join(named)} may" if named else "only tests, adapters and tools may"

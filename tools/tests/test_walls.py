@@ -35,7 +35,9 @@ REFUSED = [
     ("conformance/pool.py", "import numpy"),
     ("conformance/pool.py", "import tools.cli"),
     ("conformance/adapters/impl.py", "import reference"),
-    ("conformance/adapters/impl_stock.py", "import reference"),
+    ("conformance/adapters/impl.py", "import megatron.core"),
+    ("conformance/adapters/impl_low.py", "import reference"),
+    ("conformance/adapters/stock.py", "import reference"),
     ("conformance/adapters/reference.py", "import impl"),
     ("conformance/adapters/reference.py", "import megatron"),
     ("conformance/adapters/verl.py", "import impl"),
@@ -98,12 +100,20 @@ def test_no_way_of_importing_is_overlooked(tmp_path: Path, source: str) -> None:
     assert problem.startswith(f"impl/pack.py:{line} imports reference; ")
 
 
-def test_message_says_where_what_and_who_may(tmp_path: Path) -> None:
-    root = _checkout(tmp_path, {"impl/pack.py": "\n" * 11 + "import transformer_engine.pytorch"})
+@pytest.mark.parametrize(
+    ("module", "who"),
+    [
+        ("megatron.core", "only impl/megatron may"),
+        ("reference.rope", "only conformance/adapters/reference, tools may"),
+        ("rich.table", "only conformance may"),
+        ("transformers", "only tests, adapters and tools may"),
+    ],
+)
+def test_message_says_where_what_and_who_may(tmp_path: Path, module: str, who: str) -> None:
+    root = _checkout(tmp_path, {"impl/pack.py": "\n" * 11 + f"import {module}"})
 
     assert walls.problems(root) == [
-        "impl/pack.py:12 imports transformer_engine; only impl/megatron, "
-        "conformance/adapters/impl may (CONTRIBUTING.md, walls)"
+        f"impl/pack.py:12 imports {module.partition('.')[0]}; {who} (CONTRIBUTING.md, walls)"
     ]
 
 
