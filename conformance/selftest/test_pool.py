@@ -141,10 +141,11 @@ def test_every_rank_keeps_its_own_packs(pool: RankPool) -> None:
         torch.tensor(True),
         torch.tensor([], dtype=torch.int32),
         torch.arange(6).reshape(2, 3).T,
+        torch.arange(6)[::2],
         torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
         torch.ones(2, dtype=torch.float64, requires_grad=True),
     ],
-    ids=["0-d bool", "empty", "transposed", "bf16", "requires_grad"],
+    ids=["0-d bool", "empty", "transposed", "strided", "bf16", "requires_grad"],
 )
 def test_a_tensor_travels_unchanged_and_without_its_graph(tensor: torch.Tensor) -> None:
     arrived = decode(encode(tensor))
@@ -393,6 +394,7 @@ def hanging_suite() -> tuple[subprocess.Popen[str], list[int], Path]:
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=Path(__file__).parents[2],
+        start_new_session=True,
     )
     assert suite.stdout is not None
     with suite.stdout:
@@ -404,6 +406,6 @@ def hanging_suite() -> tuple[subprocess.Popen[str], list[int], Path]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_of_an_interrupted_suite(number: int) -> None:
     suite, pids, folder = hanging_suite()
-    suite.send_signal(number)
+    os.killpg(suite.pid, number)  # as a terminal sends Ctrl-C
     assert suite.wait(10) == -number
     wait_until(lambda: not any(running(pid) for pid in pids) and not folder.exists())
