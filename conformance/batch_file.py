@@ -46,7 +46,9 @@ def read_documents(path: Path) -> tuple[Document, ...]:
     if problems:
         more = len(problems) - MAX_PROBLEMS_SHOWN
         shown = problems[:MAX_PROBLEMS_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        raise BadBatchFile("\n".join([*shown, "nothing was run; mend these lines or leave them out"]))
+        raise BadBatchFile(
+            "\n".join([*shown, "nothing was run; mend these lines or leave them out"])
+        )
     if not documents:
         raise BadBatchFile(f"{path}: holds no documents")
     return tuple(documents)
@@ -79,10 +81,14 @@ def _check_integers(name: str, values: Any, *, lowest: int, highest: int | None)
         whole = isinstance(value, int) and (name == "loss_mask" or not isinstance(value, bool))
         if not whole or value < lowest or (highest is not None and value > highest):
             allowed = f"{lowest} or {highest}" if highest is not None else f"at least {lowest}"
-            raise ValueError(f'"{name}"[{place}] is {value!r}; it must be a whole number, {allowed}')
+            raise ValueError(
+                f'"{name}"[{place}] is {value!r}; it must be a whole number, {allowed}'
+            )
 
 
-def batches(documents: tuple[Document, ...], *, max_tokens: int) -> tuple[tuple[Document, ...], ...]:
+def batches(
+    documents: tuple[Document, ...], *, max_tokens: int
+) -> tuple[tuple[Document, ...], ...]:
     """Documents in file order, cut into batches of up to `max_tokens`; a longer one stands alone."""
     cut: list[list[Document]] = []
     room = 0

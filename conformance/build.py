@@ -109,9 +109,12 @@ class TaskBuilder:
             input_ids, spec = _dense_ids(documents, spec)
             loss_mask = tuple(torch.tensor(document.loss_mask) for document in documents)
         else:
-            draw = torch.Generator().manual_seed(self.seed + zlib.crc32(repr(case.seqlens).encode()))
+            draw = torch.Generator().manual_seed(
+                self.seed + zlib.crc32(repr(case.seqlens).encode())
+            )
             input_ids = tuple(
-                torch.randint(spec.vocab_size - 1, (seqlen,), generator=draw) for seqlen in case.seqlens
+                torch.randint(spec.vocab_size - 1, (seqlen,), generator=draw)
+                for seqlen in case.seqlens
             )
             loss_mask = _MASKS[case.mask](case, draw)
         each = _TEMPERATURES[case.temperature]

@@ -46,7 +46,9 @@ class Case:
     def id(self) -> str:
         plan = ".".join("+".join(map(str, sizes)) for sizes in self.cp)
         extras = [
-            getattr(self, field) for field, usual in _DEFAULTS.items() if getattr(self, field) != usual
+            getattr(self, field)
+            for field, usual in _DEFAULTS.items()
+            if getattr(self, field) != usual
         ]
         return "-".join([self.padding, f"{self.world}ranks", f"cp{plan}", *extras])
 
@@ -58,7 +60,11 @@ class Case:
     @property
     def column(self) -> str:
         """The padding case it belongs to in the matrix."""
-        return "own" if self.padding.startswith("lens") else self.padding.partition("_")[0].rstrip("0123456789")
+        return (
+            "own"
+            if self.padding.startswith("lens")
+            else self.padding.partition("_")[0].rstrip("0123456789")
+        )
 
     @property
     def expects_refusal(self) -> bool:
@@ -94,7 +100,9 @@ def parse_case(text: str) -> Case:
     for extra in filter(None, extras.split("-")):
         case = _with_extra(case, extra, text)
     if case.column not in (*COLUMNS, "own"):
-        raise ValueError(f"{text!r}: padding {padding!r} is not one of {', '.join(COLUMNS)}, lensN_N")
+        raise ValueError(
+            f"{text!r}: padding {padding!r} is not one of {', '.join(COLUMNS)}, lensN_N"
+        )
     return case
 
 

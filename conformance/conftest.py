@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .batch_file import BadBatchFile, Document, batches, read_documents
 from .build import TaskBuilder
@@ -36,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--impl", default=None, help=f"module under test, default {IMPL}")
     group.addoption("--stock", action="store_true", help="bind nothing: Megatron as released")
     group.addoption("--profile", choices=PROFILES, default="default", help="how much to run")
-    group.addoption("--case", action="append", default=[], help="run this case id; may be repeated")
+    group.addoption(
+        "--case", action="append", default=[], help="run this case id; may be repeated"
+    )
     group.addoption("--batch", type=Path, help="JSONL of your own documents")
     group.addoption("--report-dir", type=Path, default=Path("report"), help="where reports go")
     group.addoption("--case-timeout", type=float, default=60.0, help="seconds for one case")
@@ -100,6 +103,7 @@ def suite(request: pytest.FixtureRequest) -> Iterator[Suite]:
     config = request.config
     oracle = load(ORACLE).oracle
     name = _implementation(config)
+    torch.set_num_threads(1)  # the ranks need the other cores, and toy matrices need no more
     with RankPools(timeout_s=config.getoption("case_timeout"), max_ranks=24) as pools:
         yield Suite(
             implementation=name,
@@ -112,7 +116,11 @@ def suite(request: pytest.FixtureRequest) -> Iterator[Suite]:
 
 def _rerun(config: pytest.Config) -> str:
     options = ["--stock"] if config.getoption("stock") else []
-    options += [f"--impl {_implementation(config)}"] if _implementation(config) not in (IMPL, STOCK) else []
+    options += (
+        [f"--impl {_implementation(config)}"]
+        if _implementation(config) not in (IMPL, STOCK)
+        else []
+    )
     options += [f"--batch {config.getoption('batch')}"] if config.getoption("batch") else []
     options += [f"--seed {config.getoption('seed')}"] if config.getoption("seed") else []
     return " ".join(["python -m tools verify", *options, "--case"])

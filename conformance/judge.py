@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .protocol import Oracle, Outputs, Pack, Plan, Task
@@ -36,7 +35,9 @@ class Finding:
         return self.error <= self.budget  # NaN is not
 
 
-def judge(task: Task, replies: Sequence[tuple[Outputs, ...]], oracle: Oracle, truth: Outputs) -> list[Finding]:
+def judge(
+    task: Task, replies: Sequence[tuple[Outputs, ...]], oracle: Oracle, truth: Outputs
+) -> list[Finding]:
     """Every check of a task that all ranks have answered.
 
     Args:
@@ -116,11 +117,13 @@ def check_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
             )
         scale = max(largest[name], floor)
         difference = (got[name].double() - true).abs()
-        errors = _finite_or_inf(difference / scale if scale else difference.where(difference == 0, float("inf")))
+        errors = _finite_or_inf(
+            difference / scale if scale else difference.where(difference == 0, float("inf"))
+        )
         if float(errors.max()) > worst:
             worst = float(errors.max())
-            place = torch.unravel_index(errors.argmax(), errors.shape)
-            where = f"{name}{[int(i) for i in place]}: got {_short(got[name][place])}, "
+            place = tuple((errors == errors.max()).nonzero()[0].tolist())
+            where = f"{name}{list(place)}: got {_short(got[name][place])}, "
             where += f"expected {_short(true[place])}"
     slope = _slope(got, expected)
     if worst > BUDGET and slope:
@@ -133,7 +136,9 @@ def check_merge(outputs: Sequence[Outputs]) -> Finding:
     for rank, other in enumerate(outputs[1:], start=1):
         for name, mine, first in _pairs(other, outputs[0]):
             if mine is not first and not _same_bits(mine, first):
-                return Finding("merge", float("inf"), 0.0, f"{name} on rank {rank} is not rank 0's")
+                return Finding(
+                    "merge", float("inf"), 0.0, f"{name} on rank {rank} is not rank 0's"
+                )
     return Finding("merge", 0.0, 0.0)
 
 
@@ -253,7 +258,9 @@ def _short(value: Tensor) -> str:
 
 def _in_pass(findings: Sequence[Finding], number: int) -> list[Finding]:
     return [
-        Finding(f.check, f.error, f.budget, f"pass {number}: {f.where}" if f.where else "", f.reason)
+        Finding(
+            f.check, f.error, f.budget, f"pass {number}: {f.where}" if f.where else "", f.reason
+        )
         for f in findings
     ]
 

@@ -83,7 +83,9 @@ def _equal(padding: str, world: int, cp: int, samples: int) -> tuple[int, ...]:
 
 def _few(padding: str, world: int, cp: int, samples: int) -> tuple[int, ...]:
     if world == 1:
-        raise ValueError("few: one rank cannot have fewer samples than ranks; take 2 ranks or more")
+        raise ValueError(
+            "few: one rank cannot have fewer samples than ranks; take 2 ranks or more"
+        )
     one = padding.endswith("_one")
     return _RAGGED[1:2] if one else _RAGGED[1:world]
 

@@ -15,9 +15,7 @@ PROFILES = ("quick", "default", "deep")
 CP_SIZES = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4), 6: (1, 2, 6), 8: (1, 2, 4, 8)}
 _STEPS = {2: "2+1", 3: "3+1", 4: "4+2+1", 6: "6+2+1", 8: "8+4+2+1"}  # one step, every size
 _ORDERS = {2: "2.1.2", 3: "3.1.3", 4: "2.4.2", 6: "2.6.2", 8: "4.1.4"}  # A, B, A
-_PLAIN = [
-    column for column in COLUMNS if column not in ("poisoned", "few", "text", "refused")
-]
+_PLAIN = [column for column in COLUMNS if column not in ("poisoned", "few", "text", "refused")]
 
 
 def profile_cases(profile: str, *, num_texts: int = 0) -> tuple[Case, ...]:
@@ -69,8 +67,11 @@ def _default(num_texts: int) -> Iterator[Case]:
             if world in (3, 4, 6, 8):
                 yield from (Case(f"poisoned_{poison}", world, ((size,),)) for poison in POISONS)
             if world in (4, 8):
-                yield from (Case("ragged", world, ((size,),), mask=mask) for mask in MASKS)
-                yield Case("longtail", world, ((size,),), mask="single")
+                yield from (
+                    Case(padding, world, ((size,),), mask=mask)
+                    for padding in ("ragged", "longtail")
+                    for mask in MASKS
+                )
                 yield Case("few_one", world, ((size,),))
             if world == 4:
                 yield from (Case("ragged", world, ((size,),), model=model) for model in MODELS)
@@ -81,7 +82,9 @@ def _default(num_texts: int) -> Iterator[Case]:
     for padding in ("ragged", "short", "longtail"):
         yield from (_with_plan(padding, world, plan) for world, plan in _STEPS.items())
         yield from (_with_plan(padding, world, plan) for world, plan in _ORDERS.items())
-    yield from (Case(f"text{n}", 4, ((size,),)) for n in range(min(num_texts, 3)) for size in (1, 2, 4))
+    yield from (
+        Case(f"text{n}", 4, ((size,),)) for n in range(min(num_texts, 3)) for size in (1, 2, 4)
+    )
     yield from (Case("text0", 8, ((size,),)) for size in (2, 8) if num_texts)
 
 

@@ -188,13 +188,17 @@ class IndexImplementation(Protocol):
     ) -> int:
         """The CP size a micro-batch gets. Raises ValueError where no size fits."""
 
-    def split(
-        self, seqlens: Sequence[int], *, world_size: int, cp_size: int
-    ) -> list[list[int]]:
+    def split(self, seqlens: Sequence[int], *, world_size: int, cp_size: int) -> list[list[int]]:
         """Sample indices of every CP group, groups in rank order."""
 
     def pack(
-        self, sequences: Sequence[Tensor], *, cp_size: int, cp_rank: int, tp_size: int, pad_value: int
+        self,
+        sequences: Sequence[Tensor],
+        *,
+        cp_size: int,
+        cp_rank: int,
+        tp_size: int,
+        pad_value: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A CP rank's packed rows [T, ...], position ids int64 [T], cu_seqlens_padded int32 [S + 1]."""
 
@@ -223,8 +227,15 @@ class Oracle(Protocol):
     ) -> Outputs:
         """Exact outputs, loss and gradients; `packs` stays empty."""
 
-    def pack(self, batch: Batch, samples: Sequence[int], *, cp_ranks: Sequence[int], cp_rank: int,
-             padding: Padding) -> Pack:
+    def pack(
+        self,
+        batch: Batch,
+        samples: Sequence[int],
+        *,
+        cp_ranks: Sequence[int],
+        cp_rank: int,
+        padding: Padding,
+    ) -> Pack:
         """The pack that the CP rank must have handed to the model."""
 
     index: IndexImplementation

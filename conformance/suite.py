@@ -52,7 +52,9 @@ class Suite:
         if key not in self._truths:
             if len(self._truths) >= 64:
                 self._truths.pop(next(iter(self._truths)))
-            self._truths[key] = self.oracle.evaluate(task.model, task.weights, task.batch, task.loss)
+            self._truths[key] = self.oracle.evaluate(
+                task.model, task.weights, task.batch, task.loss
+            )
         return self._truths[key]
 
     def _run(self, case: Case, task: Task, only_rank: int | None = None) -> Sequence[RankReply]:
@@ -74,7 +76,13 @@ class Suite:
             reason = f"not refused before the first collective: {reply.error.message}"
         else:
             reason = f"raised {reply.error.type}, not ValueError: {reply.error.message}"
-        return Finding("refusal", float("inf"), 0.0, where=f"rank 0 {reply.error.where if reply.error else ''}", reason=reason)
+        return Finding(
+            "refusal",
+            float("inf"),
+            0.0,
+            where=f"rank 0 {reply.error.where if reply.error else ''}",
+            reason=reason,
+        )
 
     def _failed(self, case: Case, rank: int, error: RankError) -> CheckResult:
         verdict = Verdict.UNSUPPORTED if error.kind == "unsupported" else Verdict.FAIL

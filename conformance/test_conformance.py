@@ -9,8 +9,6 @@ from .suite import Suite
 from .verdict import CheckResult
 
 
-def test_case(
-    case: Case, suite: Suite, record: Callable[[list[CheckResult]], None]
-) -> None:
+def test_case(case: Case, suite: Suite, record: Callable[[list[CheckResult]], None]) -> None:
     """One run of a batch on a world of ranks equals the oracle, check by check."""
     record(suite.verify(case))

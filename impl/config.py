@@ -55,7 +55,9 @@ class DynamicCPConfig:
             )
         for name, known in (("scheduler", SCHEDULERS), ("layout", LAYOUTS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
+                )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> DynamicCPConfig:

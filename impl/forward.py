@@ -50,5 +50,7 @@ def gptmodel_forward_model_engine(
     real = {name: drop_padding(rows, packed.index) for name, rows in packed.tensors.items()}
     del real["input_ids"]
     real_logits = drop_padding(logits, packed.index)
-    outputs = logits_processor(real_logits, **real) if logits_processor else {"logits": real_logits}
+    outputs = (
+        logits_processor(real_logits, **real) if logits_processor else {"logits": real_logits}
+    )
     return {name: postprocess_thd_engine(rows, packed) for name, rows in outputs.items()}

@@ -67,9 +67,7 @@ class CPGroups:
                 )
 
 
-def create_cp_groups(
-    dp_cp_ranks: Sequence[Sequence[int]], *, timeout: timedelta
-) -> CPGroups:
+def create_cp_groups(dp_cp_ranks: Sequence[Sequence[int]], *, timeout: timedelta) -> CPGroups:
     """Make the groups of every CP size; a collective over the default group.
 
     Args:

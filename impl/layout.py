@@ -64,7 +64,9 @@ def pack_layout(seqlens: tuple[int, ...], *, cp_size: int, tp_size: int = 1) -> 
     padded = tuple(max(-(-seqlen // unit), 1) * unit for seqlen in seqlens)
     shards = torch.tensor(padded) // cp_size  # rows of each sequence on one rank
     sequences = torch.repeat_interleave(torch.arange(len(padded)), shards)
-    row = torch.arange(len(sequences)) - _boundaries(shards.tolist())[sequences]  # inside the shard
+    row = (
+        torch.arange(len(sequences)) - _boundaries(shards.tolist())[sequences]
+    )  # inside the shard
     ranks = torch.arange(cp_size).unsqueeze(-1)
     positions = _zigzag(row, shard=shards[sequences], cp_size=cp_size, cp_rank=ranks)
     tokens = _boundaries(seqlens)[sequences] + positions

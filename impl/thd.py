@@ -72,7 +72,9 @@ def preprocess_thd_engine(
         tp_size=tp_size,
         device=next(iter(values.values())).device,
     )
-    rows = {name: pack_rows(flat, index, pad_value=fill.get(name, 0)) for name, flat in values.items()}
+    rows = {
+        name: pack_rows(flat, index, pad_value=fill.get(name, 0)) for name, flat in values.items()
+    }
     return PackedRow(rows, packed_seq_params(index, cp_group), index, cp_group)
 
 

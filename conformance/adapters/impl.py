@@ -140,7 +140,9 @@ class Rank:
         plans = [self.split(task, plan) for plan in task.passes]  # refuses before any collective
         with cpu_mode():
             run = _ModelRun(task, self.groups, binds=self.binds, spell=self.spell)
-            return tuple(run.one_pass(plan, subs) for plan, subs in zip(task.passes, plans, strict=True))
+            return tuple(
+                run.one_pass(plan, subs) for plan, subs in zip(task.passes, plans, strict=True)
+            )
 
     def spell(self, packed: PackedRow) -> None:
         """Last touch to the packed parameters; ours need none."""
@@ -220,7 +222,9 @@ class _ModelRun:
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
             for name, jagged in merged.items():
-                outputs[name].update(zip(micro_batch.samples, jagged.detach().unbind(), strict=True))
+                outputs[name].update(
+                    zip(micro_batch.samples, jagged.detach().unbind(), strict=True)
+                )
         order = range(len(self.task.batch.input_ids))
         return Outputs(
             **{name: tuple(found[sample] for sample in order) for name, found in outputs.items()},
@@ -235,7 +239,10 @@ class _ModelRun:
         from impl.merge import dynamic_cp_merge_output
 
         def with_logits(logits: Tensor, labels: Tensor, temperature: Tensor) -> dict[str, Tensor]:
-            return {"logits": logits, **logprobs_and_entropy(logits, labels, temperature=temperature)}
+            return {
+                "logits": logits,
+                **logprobs_and_entropy(logits, labels, temperature=temperature),
+            }
 
         self.groups.check_same_plan(sub.plan_hash)
         outputs = gptmodel_forward_model_engine(

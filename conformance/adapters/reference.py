@@ -174,7 +174,5 @@ def open_rank(context: RankContext) -> Rank:
 
 
 def _boundaries(seqlens: Sequence[int], cp_size: int, tp_size: int) -> Tensor:
-    padded = [
-        zigzag.padded_length(seqlen, cp_size=cp_size, tp_size=tp_size) for seqlen in seqlens
-    ]
+    padded = [zigzag.padded_length(seqlen, cp_size=cp_size, tp_size=tp_size) for seqlen in seqlens]
     return torch.tensor([0, *padded]).cumsum(0).int()

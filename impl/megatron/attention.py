@@ -93,7 +93,10 @@ def visible_blocks(padded: tuple[int, ...], *, cp_size: int, cp_rank: int) -> tu
     ]
     visible = []
     for q in _blocks(rows):
-        q_sequence, q_position = layout.sequences[cp_rank, q, None], layout.positions[cp_rank, q, None]
+        q_sequence, q_position = (
+            layout.sequences[cp_rank, q, None],
+            layout.positions[cp_rank, q, None],
+        )
         for place, rank, k in keys:
             k_sequence, k_position = layout.sequences[rank, k], layout.positions[rank, k]
             if q_sequence[-1] < k_sequence[0] or k_sequence[-1] < q_sequence[0]:
@@ -116,7 +119,12 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: tuple[Block, ...]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        blocks: tuple[Block, ...],
     ) -> Tensor:
         """query [T, G, R, D], key and value [K, G, D] → [T, G, R, D]."""
         out = torch.zeros_like(query)

@@ -65,7 +65,9 @@ class GPTConfig:
                 f"mlp_bias={self.mlp_bias}: Megatron has all three, the first alone, or none"
             )
         if self.qk_norm and self.norm != "rmsnorm":
-            raise ValueError("qk_norm=True needs norm='rmsnorm': Megatron norms q and k like the rest")
+            raise ValueError(
+                "qk_norm=True needs norm='rmsnorm': Megatron norms q and k like the rest"
+            )
 
     @property
     def rotary_dim(self) -> int:
