@@ -89,7 +89,7 @@ def _check_integers(name: str, values: Any, *, lowest: int, highest: int | None)
 def batches(
     documents: tuple[Document, ...], *, max_tokens: int
 ) -> tuple[tuple[Document, ...], ...]:
-    """Documents in file order, cut into batches of up to `max_tokens`; a longer one stands alone."""
+    """Documents in file order, cut into batches of at most `max_tokens`, or of one."""
     cut: list[list[Document]] = []
     room = 0
     for document in documents:

@@ -128,7 +128,7 @@ def _rerun(config: pytest.Config) -> str:
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Any:
-    """Hands results over to the report, from an xdist worker too, and fails the test if one did."""
+    """Hands results over to the report, from an xdist worker too; fails the test if one did."""
 
     def hand_over(results: list[CheckResult]) -> None:
         plain = [dataclasses.asdict(result) for result in results]
@@ -183,7 +183,7 @@ def _report(config: pytest.Config, run: _Run) -> Report:
     module = load(name)
     return Report(
         implementation=getattr(module, "NAME", name),
-        megatron=getattr(module, "versions", dict)().get("megatron", ""),
+        megatron=module.versions()["megatron"] if hasattr(module, "versions") else "",
         torch=version("torch"),
         python=platform.python_version(),
         transport="cpu",

@@ -1,4 +1,4 @@
-"""Cases of index logic: batches × sizes, refusals, and what was worked by hand; and their verdicts.
+"""Cases of index logic (batches × sizes, refusals, what was worked by hand) and their verdicts.
 
 Ids read like those of the suite: `index-ragged-cp2-tp1`, `index-ragged-4ranks`,
 `index-refused-4ranks`, `index-fixture_one_token-cp2`.
@@ -32,7 +32,8 @@ from .index_checks import (
     expect_samples,
 )
 from .lengths import COLUMNS, case_lengths
-from .protocol import IndexImplementation, Unsupported
+from .protocol import IndexImplementation as Index
+from .protocol import Unsupported
 from .verdict import CheckResult, Verdict
 
 CP_SIZES = (1, 2, 3, 4, 6, 8)
@@ -157,16 +158,14 @@ def _packing_checks(packing: Packing) -> dict[str, Check]:
     }
 
 
-def verify(
-    case: IndexCase, index: object, oracle: IndexImplementation, *, rerun: str
-) -> list[CheckResult]:
+def verify(case: IndexCase, index: object, oracle: Index, *, rerun: str) -> list[CheckResult]:
     """One result a check; whatever the implementation raises is a verdict.
 
     Args:
         index: what the module under test offers under this name; None if nothing.
         rerun: what stands before a case id in the command that repeats it.
     """
-    offered = cast(IndexImplementation, _Offered(index))
+    offered = cast(Index, _Offered(index))
     return [
         CheckResult(
             id=case.id,
@@ -182,9 +181,7 @@ def verify(
     ]
 
 
-def _outcome(
-    check: Check, index: IndexImplementation, oracle: IndexImplementation
-) -> dict[str, Any]:
+def _outcome(check: Check, index: Index, oracle: Index) -> dict[str, Any]:
     try:
         check(index, oracle)
     except (Unsupported, NotImplementedError) as error:
@@ -210,7 +207,7 @@ class _Offered:
         return getattr(self._index, name)
 
 
-def _refuses_to_pack(index: IndexImplementation, oracle: IndexImplementation) -> None:
+def _refuses_to_pack(index: Index, oracle: Index) -> None:
     sizes = {"cp_size": 2, "cp_rank": 0, "tp_size": 1, "pad_value": 0}
     empty = torch.arange(0)
     expect_refusal(partial(index.pack, [], **sizes), "no sequence to pack")
@@ -218,9 +215,7 @@ def _refuses_to_pack(index: IndexImplementation, oracle: IndexImplementation) ->
     expect_refusal(partial(index.pack, sequences, **sizes), "sequence 1 has no token")
 
 
-def _refuses_to_schedule(
-    world: int, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
+def _refuses_to_schedule(world: int, index: Index, oracle: Index) -> None:
     for seqlens, limit, mentions in (
         ((), 8, ""),
         ((5, 0, 3), 8, ""),
@@ -234,7 +229,7 @@ def _refuses_to_schedule(
         expect_refusal(choose, where, mentions=mentions)
 
 
-def _refuses_to_split(world: int, index: IndexImplementation, oracle: IndexImplementation) -> None:
+def _refuses_to_split(world: int, index: Index, oracle: Index) -> None:
     no_divisors = [size for size in range(world + 3) if size == 0 or world % size]
     asked = [((5, 9, 3), size) for size in no_divisors] + [((), world), ((5, 0, 3), world)]
     for seqlens, cp_size in asked:
@@ -242,15 +237,11 @@ def _refuses_to_split(world: int, index: IndexImplementation, oracle: IndexImple
         expect_refusal(split, f"lengths {list(seqlens)}, cp_size={cp_size}, world_size={world}")
 
 
-def _meets_layout(
-    file: LayoutFile, check: Check, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
-    check(index, cast(IndexImplementation, file))
+def _meets_layout(file: LayoutFile, check: Check, index: Index, oracle: Index) -> None:
+    check(index, cast(Index, file))
 
 
-def _meets_schedule(
-    file: PlanFile, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
+def _meets_schedule(file: PlanFile, index: Index, oracle: Index) -> None:
     choose = partial(
         index.choose_local_cp_size,
         file.lengths,
@@ -263,6 +254,6 @@ def _meets_schedule(
         raise Wrong(file.name, f"CP size: expected {file.local_cp_size}, got {got}")
 
 
-def _meets_split(file: PlanFile, index: IndexImplementation, oracle: IndexImplementation) -> None:
+def _meets_split(file: PlanFile, index: Index, oracle: Index) -> None:
     got = index.split(file.lengths, world_size=file.world_size, cp_size=file.local_cp_size)
     expect_samples(got, file.samples, file.local_cp_size)

@@ -7,7 +7,7 @@ A check takes the implementation and the oracle, returns nothing if they agree, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from .drawing import FIRST, NO_TOKEN, draw_rank, place_of
-from .protocol import IndexImplementation, Unsupported
+from .protocol import IndexImplementation as Index
+from .protocol import Unsupported
 
 NO_LABEL = -100
-Check = Callable[[IndexImplementation, IndexImplementation], None]
+Check = Callable[[Index, Index], None]
+RankPack = tuple[Tensor, Tensor, Tensor]  # rows, position ids, cu_seqlens_padded
 
 
 class Wrong(Exception):
@@ -48,9 +50,9 @@ class Packing:
         return [_features(tokens) for tokens in self.tokens]
 
     def pack(
-        self, index: IndexImplementation, sequences: Sequence[Tensor], *, pad_value: int = NO_TOKEN
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """What every CP rank gets: rows, position ids, boundaries."""
+        self, index: Index, sequences: Sequence[Tensor], *, pad_value: int = NO_TOKEN
+    ) -> list[RankPack]:
+        """What every CP rank gets."""
         sizes = {"cp_size": self.cp_size, "tp_size": self.tp_size}
         return [
             index.pack(sequences, cp_rank=rank, pad_value=pad_value, **sizes)
@@ -63,57 +65,39 @@ def tokens_of(seqlens: Sequence[int]) -> list[Tensor]:
     return [FIRST * (place + 1) + torch.arange(seqlen) for place, seqlen in enumerate(seqlens)]
 
 
-def check_layout(
-    packing: Packing, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
+def check_layout(packing: Packing, index: Index, oracle: Index) -> None:
     """Rows of every rank, whatever a token carries and whatever fills the padding."""
-    got = [rows for rows, _, _ in packing.pack(index, packing.tokens)]
-    _expect_each_token_once(got, packing)
+    _expect_each_token_once([rows for rows, _, _ in packing.pack(index, packing.tokens)], packing)
     shards = _shard_lengths(packing, oracle)
     for pad_value in (NO_TOKEN, FIRST):  # the second is a real token
-        got_ranks = packing.pack(index, packing.tokens, pad_value=pad_value)
-        truth = packing.pack(oracle, packing.tokens, pad_value=pad_value)
-        for rank, ((rows, _, _), (expected, _, _)) in enumerate(
-            zip(got_ranks, truth, strict=True)
-        ):
+        both = _both(packing, index, oracle, packing.tokens, pad_value=pad_value)
+        for rank, ((rows, _, _), (truth, _, _)) in enumerate(both):
             try:
-                _expect_equal(rows, expected, what=f"rank {rank}, row")
+                _expect_equal(rows, truth, what=f"rank {rank}, row")
             except Wrong as wrong:
-                drawn = [_draw(tokens, shards) for tokens in (rows, expected)]
-                where = f"{wrong.where}; expected [{drawn[1]}], got [{drawn[0]}]"
+                drawn = [_draw(tokens, shards) for tokens in (truth, rows)]
+                where = f"{wrong.where}; expected [{drawn[0]}], got [{drawn[1]}]"
                 raise Wrong(where, wrong.reason) from None
-    pairs = zip(
-        packing.pack(index, packing.features), packing.pack(oracle, packing.features), strict=True
-    )
-    for rank, ((rows, _, _), (expected, _, _)) in enumerate(pairs):
-        _expect_equal(rows, expected, what=f"rank {rank}, float64 [T, 3], row")
+    both = _both(packing, index, oracle, packing.features)
+    for rank, ((rows, _, _), (truth, _, _)) in enumerate(both):
+        _expect_equal(rows, truth, what=f"rank {rank}, float64 [T, 3], row")
 
 
-def check_positions(
-    packing: Packing, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
+def check_positions(packing: Packing, index: Index, oracle: Index) -> None:
     """Position ids of every row, padding included."""
-    pairs = zip(
-        packing.pack(index, packing.tokens), packing.pack(oracle, packing.tokens), strict=True
-    )
-    for rank, ((_, positions, _), (_, expected, _)) in enumerate(pairs):
-        _expect_equal(positions, expected, what=f"rank {rank}, position id of row")
+    both = _both(packing, index, oracle, packing.tokens)
+    for rank, ((_, positions, _), (_, truth, _)) in enumerate(both):
+        _expect_equal(positions, truth, what=f"rank {rank}, position id of row")
 
 
-def check_boundaries(
-    packing: Packing, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
+def check_boundaries(packing: Packing, index: Index, oracle: Index) -> None:
     """`cu_seqlens_padded`, the same on every rank."""
-    pairs = zip(
-        packing.pack(index, packing.tokens), packing.pack(oracle, packing.tokens), strict=True
-    )
-    for rank, ((_, _, bounds), (_, _, expected)) in enumerate(pairs):
-        _expect_equal(bounds, expected, what=f"rank {rank}, cu_seqlens_padded at")
+    both = _both(packing, index, oracle, packing.tokens)
+    for rank, ((_, _, bounds), (_, _, truth)) in enumerate(both):
+        _expect_equal(bounds, truth, what=f"rank {rank}, cu_seqlens_padded at")
 
 
-def check_unpack(
-    packing: Packing, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
+def check_unpack(packing: Packing, index: Index, oracle: Index) -> None:
     """Unpacking gives back what was packed, whatever padded rows hold by then."""
     own = [rows for rows, _, _ in packing.pack(index, packing.tokens, pad_value=FIRST)]
     _expect_sequences(_unpack(packing, index, own), packing.tokens, "own pack")
@@ -124,31 +108,24 @@ def check_unpack(
     _expect_sequences(_unpack(packing, index, shards), packing.features, "NaN in padding")
 
 
-def check_labels(
-    packing: Packing, index: IndexImplementation, oracle: IndexImplementation
-) -> None:
+def check_labels(packing: Packing, index: Index, oracle: Index) -> None:
     """Next tokens inside each sequence, and where they lie after the split."""
     tokens = packing.tokens
     got = [index.labels(sequence.clone()) for sequence in tokens]
     truth = [oracle.labels(sequence) for sequence in tokens]
     for sequence, (labels, expected) in enumerate(zip(got, truth, strict=True)):
         _expect_equal(labels, expected, what=f"sequence {sequence}, label of position")
-    pairs = zip(
+    both = zip(
         packing.pack(index, got, pad_value=NO_LABEL),
         packing.pack(oracle, truth, pad_value=NO_LABEL),
         strict=True,
     )
-    for rank, ((rows, _, _), (expected, _, _)) in enumerate(pairs):
+    for rank, ((rows, _, _), (expected, _, _)) in enumerate(both):
         _expect_equal(rows, expected, what=f"rank {rank}, label of row")
 
 
-def check_schedule(
-    seqlens: tuple[int, ...],
-    world_size: int,
-    index: IndexImplementation,
-    oracle: IndexImplementation,
-) -> None:
-    """The CP size, at every limit where it changes and beside it; too long is refused by length."""
+def check_schedule(seqlens: tuple[int, ...], world_size: int, index: Index, oracle: Index) -> None:
+    """The CP size, at every limit where it changes and beside it; too long is refused."""
     longest = max(seqlens)
     shares = {-(-longest // size) for size in range(1, world_size + 1)}
     limits = {share + step for share in shares for step in (-1, 0, 1)}
@@ -165,12 +142,7 @@ def check_schedule(
                 raise Wrong(where, f"CP size: expected {expected}, got {got}")
 
 
-def check_split(
-    seqlens: tuple[int, ...],
-    world_size: int,
-    index: IndexImplementation,
-    oracle: IndexImplementation,
-) -> None:
+def check_split(seqlens: tuple[int, ...], world_size: int, index: Index, oracle: Index) -> None:
     """The samples of every group, at every CP size that the world has."""
     for cp_size in cp_sizes(world_size):
         sizes = {"world_size": world_size, "cp_size": cp_size}
@@ -190,13 +162,8 @@ def expect_samples(
             raise Wrong(where, f"samples: expected {truth}, got {samples}")
 
 
-def check_merge(
-    seqlens: tuple[int, ...],
-    world_size: int,
-    index: IndexImplementation,
-    oracle: IndexImplementation,
-) -> None:
-    """All samples in input order, whatever the order inside a group and whatever a token carries."""
+def check_merge(seqlens: tuple[int, ...], world_size: int, index: Index, oracle: Index) -> None:
+    """All samples in input order, whatever the order in a group and whatever a token carries."""
     tokens = tokens_of(seqlens)
     for cp_size in cp_sizes(world_size):
         ascending = oracle.split(seqlens, world_size=world_size, cp_size=cp_size)
@@ -231,17 +198,30 @@ def expect_refusal(call: Callable[[], object], where: str, *, mentions: str = ""
     raise Wrong(where, f"accepted, answer {answer!r:.80}; a ValueError is expected")
 
 
+def _both(
+    packing: Packing,
+    index: Index,
+    oracle: Index,
+    sequences: Sequence[Tensor],
+    *,
+    pad_value: int = NO_TOKEN,
+) -> Iterator[tuple[RankPack, RankPack]]:
+    """For every CP rank what the implementation gets, and the oracle."""
+    packs = (packing.pack(each, sequences, pad_value=pad_value) for each in (index, oracle))
+    return zip(*packs, strict=True)
+
+
 def _features(tokens: Tensor) -> Tensor:
     return tokens.double().unsqueeze(-1) + torch.tensor([0.0, 0.25, 0.5])
 
 
-def _unpack(packing: Packing, index: IndexImplementation, shards: list[Tensor]) -> list[Tensor]:
+def _unpack(packing: Packing, index: Index, shards: list[Tensor]) -> list[Tensor]:
     return index.unpack(
         shards, list(packing.seqlens), cp_size=packing.cp_size, tp_size=packing.tp_size
     )
 
 
-def _shard_lengths(packing: Packing, oracle: IndexImplementation) -> list[int]:
+def _shard_lengths(packing: Packing, oracle: Index) -> list[int]:
     """Rows of each sequence on one rank."""
     _, _, bounds = packing.pack(oracle, packing.tokens)[0]
     return [int(length) // packing.cp_size for length in bounds.diff()]
@@ -268,7 +248,10 @@ def _expect_sequences(got: Sequence[Tensor], expected: Sequence[Tensor], what: s
 
 
 def _expect_equal(got: Tensor, expected: Tensor, *, what: str) -> None:
-    """Raise `Wrong` unless type, shape and every value are the same; `what` and a place name it."""
+    """Raise `Wrong` unless type, shape and every value are the same.
+
+    `what` and the first row that differs say where.
+    """
     if not isinstance(got, Tensor):
         raise Wrong(what, f"expected a tensor, got {type(got).__name__}")
     for name in ("dtype", "shape"):

@@ -1,6 +1,6 @@
 """Ranks compute, the parent judges: replies of all ranks against the oracle, check by check.
 
-Each check answers with a `Finding`: how far off, what is allowed, and the first place that is wrong.
+Each check answers with a `Finding`: how far off, what is allowed, the first place that is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BUDGET = 1e-9
 """Relative error allowed in float64: seven digits above rounding, far below any wrong row."""
 
 GRADIENT_FLOOR = 1e-4
-"""A parameter's error is taken relative to its own largest gradient, or to this share of the largest
+"""A parameter's error is relative to its own largest gradient, or to this share of the largest
 gradient of all where its own is smaller: below it rounding is all there is."""
 
 
@@ -198,7 +198,14 @@ def _pack_faults(
     for name in ("cu_seqlens_padded", "position_ids", "tokens", "labels"):
         mine, expected = getattr(pack, name).tolist(), getattr(true, name).tolist()
         if mine != expected:
-            at = next((i for i, pair in enumerate(zip(mine, expected)) if pair[0] != pair[1]), -1)
+            at = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(mine, expected, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                -1,
+            )
             yield f"{place}: {name} {mine} should be {expected}, first wrong at row {at}"
 
 

@@ -1,4 +1,4 @@
-"""Sequence lengths of every padding case: small, and no multiple of anything unless that is the point."""
+"""Sequence lengths of every padding case, no multiple of anything unless that is the point."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ An implementation under test is a module. It may offer two things, each optional
 `conformance/adapters/reference.py` the oracle. Neither side imports the other, and the suite
 imports neither: both are named on the command line and loaded by `load`.
 
-Shape letters: `L` tokens of one sequence, `V` vocabulary, `T` packed tokens on one rank, `S` sequences.
+Shape letters: `L` tokens of a sequence, `V` vocabulary, `T` packed rows on a rank, `S` sequences.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Padding:
     """What fills padded rows: an id, and a value for per-token side inputs and for outputs.
 
     Whatever it is, no real token, loss or gradient may change: NaN is allowed for `side_value`
-    (labels aside) and for `output_value`, which replaces padded rows of the logits before the loss.
+    (labels aside) and for `output_value`, which replaces padded rows of logits before the loss.
     """
 
     token_id: int = 0
@@ -200,7 +200,7 @@ class IndexImplementation(Protocol):
         tp_size: int,
         pad_value: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A CP rank's packed rows [T, ...], position ids int64 [T], cu_seqlens_padded int32 [S + 1]."""
+        """A CP rank's rows [T, ...], position ids int64 [T], cu_seqlens_padded int32 [S + 1]."""
 
     def unpack(
         self, shards: Sequence[Tensor], seqlens: Sequence[int], *, cp_size: int, tp_size: int
@@ -213,7 +213,7 @@ class IndexImplementation(Protocol):
     def merge(
         self, outputs: Sequence[Sequence[Tensor]], samples: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Per group: outputs and the sample indices they belong to → all samples in input order."""
+        """Per group, outputs and whose they are (sample indices) → all samples, input order."""
 
 
 class Oracle(Protocol):
@@ -268,6 +268,7 @@ def load(name: str) -> ModuleType:
         raise
     if not (hasattr(module, "index") or hasattr(module, "open_rank")):
         raise ValueError(
-            f"{name} offers neither `index` nor `open_rank`; conformance/protocol.py says what they are"
+            f"{name} offers neither `index` nor `open_rank`; conformance/protocol.py says what "
+            "they are"
         )
     return module

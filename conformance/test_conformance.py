@@ -1,4 +1,4 @@
-"""The suite: `pytest conformance/test_conformance.py --profile quick`, or `python -m tools verify`."""
+"""The suite: `pytest conformance/test_conformance.py`, or its front `python -m tools verify`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def gather_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_distinct(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Equal-shaped [R, ...] of every member → [C * R, ...] in group order, used differently by each.
+    """Equal-shaped [R, ...] of every member → [C * R, ...] in group order, used differently.
 
     Backward: the sum over members of the gradients of one's part.
     """
@@ -46,7 +46,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.unflatten(0, (group.size(), -1))[group.rank()]
+    return x.chunk(group.size())[group.rank()]
 
 
 class _GatherReplicated(torch.autograd.Function):

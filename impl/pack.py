@@ -21,7 +21,13 @@ def jagged(values: Tensor, seqlens: Tensor | tuple[int, ...]) -> Tensor:
 
 def seqlens_of(batch: Tensor) -> tuple[int, ...]:
     """Lengths of a jagged tensor: the one place where they come to the host."""
-    return tuple(batch.offsets().diff().tolist())
+    return tuple(offsets_of(batch).diff().tolist())
+
+
+def offsets_of(batch: Tensor) -> Tensor:
+    """Where each sequence of a jagged tensor begins, and the end: int64 [S + 1]."""
+    offsets: Tensor = batch.offsets()  # type: ignore[attr-defined]
+    return offsets
 
 
 def pack_rows(values: Tensor, index: RankIndex, *, pad_value: float) -> Tensor:

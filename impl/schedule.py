@@ -58,8 +58,9 @@ def choose_local_cp_size(
             return size
     raise ValueError(
         f"sequence {list(seqlens).index(longest)} has {longest} tokens, which no CP size fits: "
-        f"max_seqlen_per_dp_cp_rank={max_seqlen_per_dp_cp_rank} on {world_size} DP×CP ranks, CP sizes "
-        f"{', '.join(map(str, allowed))}; shorten it, raise max_seqlen_per_dp_cp_rank or use more ranks"
+        f"max_seqlen_per_dp_cp_rank={max_seqlen_per_dp_cp_rank} on {world_size} DP×CP ranks, CP "
+        f"sizes {', '.join(map(str, allowed))}; shorten it, raise the limit or use "
+        "more ranks"
     )
 
 
@@ -67,7 +68,7 @@ def split_samples(seqlens: Sequence[int], *, world_size: int, cp_size: int) -> l
     """Which samples each CP group takes.
 
     Longest first, each sample goes to the group with the fewest tokens so far, so groups end up
-    with about equal work. A group may be left without any when there are fewer samples than groups.
+    with about equal work. One is left without any when there are fewer samples than groups.
 
     Returns:
         per group, in rank order, its sample indices in input order.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import DynamicCPConfig
 from .groups import CPGroups
-from .pack import jagged, seqlens_of
+from .pack import jagged, offsets_of, seqlens_of
 from .schedule import choose_local_cp_size, plan_hash, split_samples
 
 
@@ -90,6 +90,6 @@ def _common_seqlens(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 def _select(tensor: Tensor, samples: list[int]) -> Tensor:
     """Some sequences of a jagged tensor."""
-    values, offsets = tensor.values(), tensor.offsets().tolist()
+    values, offsets = tensor.values(), offsets_of(tensor).tolist()
     parts = [values[offsets[index] : offsets[index + 1]] for index in samples]
     return jagged(torch.cat([values[:0], *parts]), tuple(len(part) for part in parts))

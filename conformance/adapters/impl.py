@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from impl import layout, merge, pack, schedule
 from torch import Tensor
+
+from impl import layout, merge, pack, schedule
 
 from ..protocol import Batch, MicroBatch, Outputs, Pack, Plan, RankContext, Task, Unsupported
 
@@ -219,7 +220,7 @@ class _ModelRun:
             merged = self.forward(sub)
             packs.append(self.pack_seen(micro_batch, sub))
             part = self.loss(merged, micro_batch)
-            part.backward()  # type: ignore[no-untyped-call]
+            part.backward()
             loss += part.detach()
             for name, jagged in merged.items():
                 outputs[name].update(

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-import reference
 import torch
-from reference import groups, zigzag
 from torch import Tensor
+
+import reference
+from reference import groups, zigzag
 
 from ..protocol import Batch, Loss, ModelSpec, Outputs, Pack, Padding, Plan, RankContext, Task
 

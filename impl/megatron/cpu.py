@@ -1,4 +1,4 @@
-"""Megatron on a machine without a GPU: what it asks of CUDA is answered for the CPU, for a while."""
+"""Megatron without a GPU: what it asks of CUDA is answered for the CPU, for a while."""
 
 from __future__ import annotations
 

@@ -20,11 +20,12 @@ def model_parallel(*, megatron_groups: bool = False) -> Iterator[None]:
     Raises:
         UnsupportedMegatron: groups asked of a version that makes none.
     """
-    if megatron_groups and features().group_keyword is None:
+    keyword = features().group_keyword
+    if megatron_groups and keyword is None:
         raise UnsupportedMegatron(
             f"megatron-core {features().version} makes no dynamic CP groups; 0.16.0 and later do"
         )
-    keywords = {features().group_keyword: True} if megatron_groups else {}
+    keywords = {keyword: True} if megatron_groups and keyword else {}
     parallel_state.initialize_model_parallel(context_parallel_size=1, **keywords)
     try:
         yield
