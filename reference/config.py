@@ -75,7 +75,8 @@ class ModelConfig:
             raise ValueError(f"norm={self.norm!r} is unknown; choose one of {', '.join(NORMS)}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation={self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}"
+                f"activation={self.activation!r} is unknown; "
+                f"choose one of {', '.join(ACTIVATIONS)}"
             )
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
@@ -86,7 +87,7 @@ class ModelConfig:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(
                 f"rope_fraction={self.rope_fraction} turns {self.rotary_dim} of "
-                f"head_dim={self.head_dim} dims; dims turn in pairs, so make it even and at least 2"
+                f"head_dim={self.head_dim} dims; dims turn in pairs, so make that even, 2 or more"
             )
 
 

@@ -49,7 +49,7 @@ def evaluate(
         if mask[1:].any():
             objective = -logprobs - loss.entropy_coeff * entropy
             term = share * objective[:-1][mask[1:]].sum()
-            term.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(term)
             total += term.detach().to(total.device)
         results.append((logits.detach(), logprobs.detach(), entropy.detach()))
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import ModelConfig
 
-QUERY_ROWS = 512  # scores exist for this many queries at a time, forward and backward
+QUERY_ROWS = 128  # scores exist for this many queries at a time, forward and backward
 
 
 def logits(weights: Mapping[str, Tensor], config: ModelConfig, input_ids: Tensor) -> Tensor:
@@ -96,12 +96,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     repeats = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(repeats, dim=1)
     value = value.repeat_interleave(repeats, dim=1)
+    if len(query) <= QUERY_ROWS:
+        return _attend(query, key, value)
     rows: list[Tensor] = []
-    for start in range(0, len(query), QUERY_ROWS):
+    for start in reversed(range(0, len(query), QUERY_ROWS)):  # memory of one serves the next
         stop = start + QUERY_ROWS
         args = query[start:stop], key[:stop], value[:stop]
         rows.append(checkpoint(_attend, *args, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(rows)
+    return torch.cat(rows[::-1])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

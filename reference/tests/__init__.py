@@ -1,0 +1,1 @@
+"""Promises of the oracle, one file for each kind."""
