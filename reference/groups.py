@@ -44,10 +44,11 @@ def choose_local_cp_size(
 
 
 def split(seqlens: Sequence[int], *, world_size: int, cp_size: int) -> list[list[int]]:
-    """Which samples each group computes. Group g is the ranks g * cp_size to (g + 1) * cp_size - 1.
+    """Which samples each group computes.
 
-    The longest sample goes first, each to the group that has the fewest tokens so far; the
-    lower index wins a tie between samples or between groups.
+    Group g is the ranks from `g * cp_size` to `(g + 1) * cp_size - 1`. The longest sample goes
+    first, each to the group that has the fewest tokens so far; the lower index wins a tie
+    between samples or between groups.
 
     Returns:
         For each group the indices of its samples in input order. A group is empty when there
