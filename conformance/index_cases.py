@@ -6,10 +6,12 @@ Ids read like those of the suite: `index-ragged-cp2-tp1`, `index-ragged-4ranks`,
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -189,7 +191,10 @@ def _outcome(check: Check, index: Index, oracle: Index) -> dict[str, Any]:
     except Wrong as wrong:
         return {"verdict": Verdict.FAIL, "where": wrong.where, "reason": wrong.reason}
     except Exception as error:  # noqa: BLE001 a verdict too, by the name of its type
-        return {"verdict": Verdict.FAIL, "reason": f"raised {type(error).__name__}: {error}"}
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
+        reason = f"raised {type(error).__name__}: {error}"
+        return {"verdict": Verdict.FAIL, "where": where, "reason": reason}
     return {"verdict": Verdict.PASS}
 
 
