@@ -71,17 +71,24 @@ class TaskBuilder:
     seed: int = 0
     texts: Sequence[tuple[Document, ...]] = ()
 
+    def check(self, case: Case) -> None:
+        """Refuse a case that cannot be built.
+
+        Raises:
+            ValueError: a text that is not there, fewer samples than micro-batches, lengths that
+                its world cannot have.
+        """
+        samples, most = len(self.seqlens(case)), max(map(len, case.cp))
+        if samples < most and not case.expects_refusal:
+            raise ValueError(f"{case.id}: {samples} samples cannot fill {most} micro-batches")
+
     def seqlens(self, case: Case) -> tuple[int, ...]:
         if case.column == "text":
             return tuple(len(document.input_ids) for document in self._documents(case))
         return case.seqlens
 
     def task(self, case: Case) -> Task:
-        """What every rank is told.
-
-        Raises:
-            ValueError: a text that is not there.
-        """
+        """What every rank is told."""
         batch, spec = self._batch(case)
         weights = self.oracle.random_weights(spec, seed=self.seed)
         padding = Padding(token_id=spec.vocab_size - 1)

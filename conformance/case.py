@@ -96,6 +96,8 @@ def parse_case(text: str) -> Case:
         cp = tuple(tuple(int(size) for size in part.split("+")) for part in plan.split("."))
     except ValueError:
         raise ValueError(f"{text!r}: cp{plan} is no plan; write cp2, cp4+2 or cp2.1.2") from None
+    if int(world) < 1 or min(min(sizes) for sizes in cp) < 1:
+        raise ValueError(f"{text!r}: ranks and CP sizes start at 1")
     case = Case(padding, int(world), cp)
     for extra in filter(None, extras.split("-")):
         case = _with_extra(case, extra, text)

@@ -8,14 +8,16 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from .batch_file import BadBatchFile, Document, batches, read_documents
+from .batch_file import Document, batches, read_documents
 from .build import TaskBuilder
 from .case import Case, parse_case
+from .lengths import COLUMNS
 from .pool import RankPools
 from .profiles import PROFILES, profile_cases, text_cases
 from .protocol import load
@@ -46,17 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, default=0, help="of weights, tokens and masks")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_RUN] = _Run(started=time.monotonic())
-    if config.getoption("impl") not in (None, IMPL) and config.getoption("stock"):
-        raise pytest.UsageError("--stock chooses the implementation itself; leave --impl out")
-
-
 @dataclasses.dataclass
 class _Run:
-    """What a run gathers for its report; with xdist only the controller's is used."""
+    """What was asked for, and what a run gathers for its report."""
 
     started: float
+    implementation: ModuleType
+    texts: tuple[tuple[Document, ...], ...]
+    cases: tuple[Case, ...]
     results: list[CheckResult] = dataclasses.field(default_factory=list)
     is_conformance: bool = False
 
@@ -64,26 +63,39 @@ class _Run:
 _RUN = pytest.StashKey[_Run]()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        metafunc.config.stash[_RUN].is_conformance = True
-        cases = _cases(metafunc.config)
-        metafunc.parametrize("case", cases, ids=[case.id for case in cases])
-
-
-def _cases(config: pytest.Config) -> tuple[Case, ...]:
-    """The cases asked for; what cannot be understood is a usage error with its reason."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Check everything that was typed before anything runs."""
     try:
         texts = _texts(config)
-        if config.getoption("case"):
-            return tuple(map(parse_case, config.getoption("case")))
-        if config.getoption("batch"):
-            return text_cases(len(texts), profile=config.getoption("profile"))
-        return profile_cases(config.getoption("profile"), num_texts=len(texts))
-    except BadBatchFile as error:
-        raise pytest.UsageError(f"bad batch file\n{error}") from error
+        config.stash[_RUN] = _Run(
+            started=time.monotonic(),
+            implementation=load(_implementation(config)),
+            texts=texts,
+            cases=_cases(config, texts),
+        )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        run = metafunc.config.stash[_RUN]
+        run.is_conformance = True
+        metafunc.parametrize("case", run.cases, ids=[case.id for case in run.cases])
+
+
+def _cases(config: pytest.Config, texts: tuple[tuple[Document, ...], ...]) -> tuple[Case, ...]:
+    profile = config.getoption("profile")
+    if config.getoption("case"):
+        cases = tuple(map(parse_case, config.getoption("case")))
+    elif config.getoption("batch"):
+        cases = text_cases(len(texts), profile=profile)
+    else:
+        cases = profile_cases(profile, num_texts=len(texts))
+    builder = TaskBuilder(load(ORACLE).oracle, texts=texts)
+    for case in cases:
+        builder.check(case)
+    return cases
 
 
 def _texts(config: pytest.Config) -> tuple[tuple[Document, ...], ...]:
@@ -93,6 +105,8 @@ def _texts(config: pytest.Config) -> tuple[tuple[Document, ...], ...]:
 
 def _implementation(config: pytest.Config) -> str:
     if config.getoption("stock"):
+        if config.getoption("impl") not in (None, IMPL):
+            raise ValueError("--stock chooses the implementation itself; leave --impl out")
         return STOCK
     return str(config.getoption("impl") or IMPL)
 
@@ -109,7 +123,7 @@ def suite(request: pytest.FixtureRequest) -> Iterator[Suite]:
             implementation=name,
             pools=pools,
             oracle=oracle,
-            builder=TaskBuilder(oracle, config.getoption("seed"), _texts(config)),
+            builder=TaskBuilder(oracle, config.getoption("seed"), config.stash[_RUN].texts),
             rerun=_rerun(config),
         )
 
@@ -167,6 +181,11 @@ def _result(plain: dict[str, Any]) -> CheckResult:
     return CheckResult(**{**plain, **sequences, "verdict": Verdict(plain["verdict"])})
 
 
+def _row(result: CheckResult) -> int:
+    """Reports list padding cases in one order, whichever ran first."""
+    return COLUMNS.index(result.padding) if result.padding in COLUMNS else len(COLUMNS)
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     run = config.stash[_RUN]
     if not run.is_conformance or hasattr(config, "workerinput") or config.option.collectonly:
@@ -179,10 +198,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _report(config: pytest.Config, run: _Run) -> Report:
-    name = _implementation(config)
-    module = load(name)
+    module = run.implementation
     return Report(
-        implementation=getattr(module, "NAME", name),
+        implementation=getattr(module, "NAME", module.__name__),
         megatron=module.versions()["megatron"] if hasattr(module, "versions") else "",
         torch=version("torch"),
         python=platform.python_version(),
@@ -190,7 +208,7 @@ def _report(config: pytest.Config, run: _Run) -> Report:
         dtype="float64",
         stock=getattr(module, "STOCK", False),
         seconds=time.monotonic() - run.started,
-        cases=tuple(run.results),
+        cases=tuple(sorted(run.results, key=_row)),
         profile=config.getoption("profile"),
         seed=config.getoption("seed"),
     )
