@@ -142,6 +142,14 @@ def test_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_write_that_fails_leaves_nothing_half_written(tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()  # a file cannot take its place
+    with pytest.raises(OSError, match=r"report\.json"):
+        report(result()).write(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
 def test_report_is_read_and_drawn_without_torch() -> None:
     code = (
         "import sys, conformance.report, conformance.page, conformance.terminal\n"

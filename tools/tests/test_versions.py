@@ -107,7 +107,7 @@ def test_one_version_that_is_not_verified_spoils_the_whole(
 def test_old_report_of_a_version_that_does_not_run_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _write_report(tmp_path / "report" / "mcore0192", "pass")
+    _write_report(tmp_path / "report" / "mcore0192", "fail")
     _play_tox(monkeypatch, tmp_path, {})
 
     assert versions.verify_all([]) == 2
