@@ -138,9 +138,14 @@ def kinds(results: Iterable[CheckResult], verdict: Verdict) -> list[Kind]:
     groups: dict[str, list[CheckResult]] = {}
     for result in results:
         if result.verdict is verdict:
-            groups.setdefault(_NUMBER.sub("#", result.reason) or result.check, []).append(result)
+            groups.setdefault(_without_numbers(result.reason) or result.check, []).append(result)
     found = [_kind(members) for members in groups.values()]
     return sorted(found, key=lambda kind: -kind.cases)
+
+
+def _without_numbers(reason: str) -> str:
+    """What reasons of one kind have in common: numbers, and how many in a list, differ by case."""
+    return re.sub(r"#(?:, #)+", "#", _NUMBER.sub("#", reason))
 
 
 def _kind(results: Sequence[CheckResult]) -> Kind:

@@ -56,7 +56,13 @@ class _Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.function}"
+        return f"{_short_path(self.file)}:{self.line} {self.function}"
+
+
+def _short_path(file: str) -> str:
+    """Inside a package or inside the checkout, without what differs from machine to machine."""
+    _, installed, inside = file.rpartition("site-packages" + os.sep)
+    return inside if installed else file.removeprefix(os.path.dirname(_SUITE_FOLDER[:-1]) + os.sep)
 
 
 def from_exception(error: BaseException) -> RankError:
