@@ -18,6 +18,7 @@ from .protocol import Unsupported
 
 Kind = Literal["refused", "unsupported", "raised", "timeout", "died"]
 
+_CHECKOUT = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).parent
 _TORCH_FOLDER = f"{_TORCH}{os.sep}"
 _COLLECTIVES_FOLDER = f"{_TORCH / 'distributed'}{os.sep}"
@@ -62,7 +63,7 @@ class _Frame:
 def _short_path(file: str) -> str:
     """Inside a package or inside the checkout, without what differs from machine to machine."""
     _, installed, inside = file.rpartition("site-packages" + os.sep)
-    return inside if installed else file.removeprefix(os.path.dirname(_SUITE_FOLDER[:-1]) + os.sep)
+    return inside if installed else file.removeprefix(f"{_CHECKOUT}{os.sep}")
 
 
 def from_exception(error: BaseException) -> RankError:

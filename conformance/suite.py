@@ -80,14 +80,14 @@ class Suite:
             "refusal",
             float("inf"),
             0.0,
-            where=f"rank 0 {reply.error.where if reply.error else ''}",
+            where=_place(reply.rank, reply.error),
             reason=reason,
         )
 
     def _failed(self, case: Case, rank: int, error: RankError) -> CheckResult:
         verdict = Verdict.UNSUPPORTED if error.kind == "unsupported" else Verdict.FAIL
         said = error.message if error.kind == "unsupported" else f"{error.type}: {error.message}"
-        return self._line(case, "run", verdict, where=f"rank {rank}, {error.where}", reason=said)
+        return self._line(case, "run", verdict, where=_place(rank, error), reason=said)
 
     def _result(self, case: Case, finding: Finding) -> CheckResult:
         verdict = Verdict.PASS if finding.passed else Verdict.FAIL
@@ -135,6 +135,10 @@ def _blamed(reply: RankReply) -> tuple[int, RankError] | None:
 
 def _first_error(replies: Sequence[RankReply]) -> tuple[int, RankError] | None:
     return next(((reply.rank, reply.error) for reply in replies if reply.error), None)
+
+
+def _place(rank: int, error: RankError | None) -> str:
+    return f"rank {rank}, {error.where}" if error and error.where else f"rank {rank}"
 
 
 def _truth_key(task: Task) -> tuple[object, ...]:

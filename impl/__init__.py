@@ -1,15 +1,15 @@
 """Dynamic context parallelism on Megatron-Core, in the order a batch passes through it.
 
-    config     settings, checked when they are made
-    schedule   lengths → CP size → samples of every group
-    groups     a process group for every CP size
-    split      the whole batch → this rank's sub-batch
-    layout     which token sits in which row of which rank
-    pack       sequences ↔ packed rows, one index_select each way
-    thd        a sub-batch → one packed row with Megatron's parameters, and outputs back
-    forward    a micro-batch through a GPTModel
-    logprobs   log-probs and entropy from logits
-    loss       weights that make a masked loss a plain sum
-    merge      outputs of every group → the whole batch, in input order
-    megatron/  everything that imports Megatron
+config     settings, checked when they are made
+schedule   lengths → CP size → samples of every group
+groups     a process group for every CP size
+split      the whole batch → this rank's sub-batch
+layout     which token sits in which row of which rank
+pack       sequences ↔ packed rows, one index_select each way
+thd        a sub-batch → one packed row with Megatron's parameters, and outputs back
+forward    a micro-batch through a GPTModel
+logprobs   log-probs and entropy from logits
+loss       weights that make a masked loss a plain sum
+merge      outputs of every group → the whole batch, in input order
+megatron/  everything that imports Megatron
 """

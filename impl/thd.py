@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from .collectives import gather_replicated
 from .layout import RankIndex, rank_index
-from .megatron.packed import packed_seq_params
+from .megatron.packed import PackedSeqParams, packed_seq_params
 from .pack import jagged, next_token_labels, pack_rows, seqlens_of
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
 
 NO_LABEL = -100  # where a sequence ends, and in padding
 

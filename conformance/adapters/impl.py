@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl import layout, merge, pack, schedule
+from impl.pack import jagged
 
 from ..protocol import Batch, MicroBatch, Outputs, Pack, Plan, RankContext, Task, Unsupported
+from .impl_index import index
 
 if TYPE_CHECKING:
     from impl.groups import CPGroups
     from impl.split import SubBatch
     from impl.thd import PackedRow
+
+__all__ = ["NAME", "PRELOAD", "WATCH", "index", "open_rank", "versions"]
 
 NAME = "impl"
 PRELOAD = (
@@ -45,71 +48,11 @@ WATCH = (
 
 
 def versions() -> dict[str, str]:
-    """What is under test, found without importing it."""
-    return {"megatron": importlib.metadata.version("megatron-core")}
-
-
-class Index:
-    """Split, pack and merge without Megatron."""
-
-    def choose_local_cp_size(
-        self, seqlens: Sequence[int], *, world_size: int, max_seqlen_per_dp_cp_rank: int
-    ) -> int:
-        return schedule.choose_local_cp_size(
-            seqlens, world_size=world_size, max_seqlen_per_dp_cp_rank=max_seqlen_per_dp_cp_rank
-        )
-
-    def split(self, seqlens: Sequence[int], *, world_size: int, cp_size: int) -> list[list[int]]:
-        return schedule.split_samples(seqlens, world_size=world_size, cp_size=cp_size)
-
-    def pack(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        cp_size: int,
-        cp_rank: int,
-        tp_size: int,
-        pad_value: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        seqlens = tuple(len(sequence) for sequence in sequences)
-        schedule.check_seqlens(seqlens)
-        index = layout.rank_index(seqlens, cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size)
-        rows = pack.pack_rows(torch.cat(list(sequences)), index, pad_value=pad_value)
-        return rows, index.position_ids, index.cu_seqlens_padded
-
-    def unpack(
-        self, shards: Sequence[Tensor], seqlens: Sequence[int], *, cp_size: int, tp_size: int
-    ) -> list[Tensor]:
-        indices = [
-            layout.rank_index(tuple(seqlens), cp_size=cp_size, cp_rank=rank, tp_size=tp_size)
-            for rank in range(cp_size)
-        ]
-        real = [pack.drop_padding(*pair) for pair in zip(shards, indices, strict=True)]
-        level = torch.nn.utils.rnn.pad_sequence(real, batch_first=True).flatten(0, 1)
-        return list(level.index_select(0, indices[0].token_slots).split(list(seqlens)))
-
-    def labels(self, sequence: Tensor) -> Tensor:
-        return pack.next_token_labels(sequence, (len(sequence),), fill=-100)
-
-    def merge(
-        self, outputs: Sequence[Sequence[Tensor]], samples: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
-        by_sample = {
-            sample: output
-            for group, group_outputs in zip(samples, outputs, strict=True)
-            for sample, output in zip(group, group_outputs, strict=True)
-        }
-        seqlens = [len(by_sample[sample]) for sample in range(len(by_sample))]
-        slots, share = merge.merge_slots(seqlens, samples, cp_size=1)
-        rows = [torch.cat([*group]) if group else torch.empty(0) for group in outputs]
-        like = next(row for row in rows if len(row))
-        gathered = like.new_zeros((len(rows), share, *like.shape[1:]))
-        for place, row in zip(gathered, rows, strict=True):
-            place[: len(row)] = row
-        return list(gathered.flatten(0, 1).index_select(0, slots).split(seqlens))
-
-
-index = Index()
+    """What is under test, found without importing it; the index logic needs no Megatron."""
+    try:
+        return {"megatron": importlib.metadata.version("megatron-core")}
+    except importlib.metadata.PackageNotFoundError:
+        return {"megatron": ""}
 
 
 class Rank:
@@ -178,8 +121,8 @@ def _jagged_batch(batch: Batch, samples: Sequence[int]) -> dict[str, Tensor]:
         [batch.temperature[sample] for sample in samples], dtype=torch.float64
     )
     return {
-        "input_ids": pack.jagged(torch.cat([torch.empty(0, dtype=torch.int64), *ids]), seqlens),
-        "temperature": pack.jagged(
+        "input_ids": jagged(torch.cat([torch.empty(0, dtype=torch.int64), *ids]), seqlens),
+        "temperature": jagged(
             temperature.repeat_interleave(torch.tensor(seqlens, dtype=torch.int64)), seqlens
         ),
     }
@@ -205,7 +148,7 @@ class _ModelRun:
             bind_packed_cp_group(self.model)
         self.packed: PackedRow | None = None
         self.model.register_forward_hook(self.poison_padding)
-        mask = pack.jagged(torch.cat(task.batch.loss_mask), task.batch.seqlens)
+        mask = jagged(torch.cat(task.batch.loss_mask), task.batch.seqlens)
         weights = prediction_weights(mask, aggregation=task.loss.aggregation)
         self.weights = weights.split(list(task.batch.seqlens))
 
@@ -222,9 +165,9 @@ class _ModelRun:
             part = self.loss(merged, micro_batch)
             part.backward()
             loss += part.detach()
-            for name, jagged in merged.items():
+            for name, output in merged.items():
                 outputs[name].update(
-                    zip(micro_batch.samples, jagged.detach().unbind(), strict=True)
+                    zip(micro_batch.samples, output.detach().unbind(), strict=True)
                 )
         order = range(len(self.task.batch.input_ids))
         return Outputs(

@@ -14,7 +14,18 @@ from torch import Tensor
 import reference
 from reference import groups, zigzag
 
-from ..protocol import Batch, Loss, ModelSpec, Outputs, Pack, Padding, Plan, RankContext, Task
+from ..protocol import (
+    Batch,
+    IndexImplementation,
+    Loss,
+    ModelSpec,
+    Outputs,
+    Pack,
+    Padding,
+    Plan,
+    RankContext,
+    Task,
+)
 
 NAME = "reference"
 NO_LABEL = -100
@@ -81,7 +92,7 @@ index = Index()
 class Oracle:
     """The truth, in one process."""
 
-    index = index
+    index: IndexImplementation = index
 
     def random_weights(self, model: ModelSpec, *, seed: int) -> dict[str, Tensor]:
         return reference.random_weights(reference.ModelConfig(**asdict(model)), seed=seed)
@@ -138,6 +149,7 @@ class Rank:
     def run(self, task: Task) -> tuple[Outputs, ...]:
         for plan in task.passes:
             for micro_batch in plan:
+                _check_cp_size(micro_batch.cp_size, self.context.world_size)
                 seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
                 groups.split(
                     seqlens, world_size=self.context.world_size, cp_size=micro_batch.cp_size
@@ -155,16 +167,26 @@ class Rank:
             group, cp_rank = divmod(self.context.rank, cp_size)
             seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
             split = groups.split(seqlens, world_size=self.context.world_size, cp_size=cp_size)
-            packs.append(
-                oracle.pack(
-                    task.batch,
-                    [micro_batch.samples[place] for place in split[group]],
-                    cp_ranks=range(group * cp_size, (group + 1) * cp_size),
-                    cp_rank=cp_rank,
-                    padding=task.padding,
-                )
-            )
+            samples = [micro_batch.samples[place] for place in split[group]]
+            members = range(group * cp_size, (group + 1) * cp_size)
+            pack = self.pack if samples else self.pack_of_padding
+            packs.append(pack(task, samples, members, cp_rank))
         return packs
+
+    def pack(self, task: Task, samples: Sequence[int], members: range, cp_rank: int) -> Pack:
+        return oracle.pack(
+            task.batch, samples, cp_ranks=members, cp_rank=cp_rank, padding=task.padding
+        )
+
+    def pack_of_padding(
+        self, task: Task, samples: Sequence[int], members: range, cp_rank: int
+    ) -> Pack:
+        """What a group without samples runs: one sequence of the smallest size, all padding."""
+        bounds = _boundaries([1], len(members), 1)
+        rows = torch.arange(int(bounds[-1]) // len(members))
+        tokens = torch.full_like(rows, task.padding.token_id)
+        labels = torch.full_like(rows, NO_LABEL)
+        return Pack((), tuple(members), tokens, rows, labels, bounds)
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -172,6 +194,16 @@ class Rank:
 
 def open_rank(context: RankContext) -> Rank:
     return Rank(context)
+
+
+def _check_cp_size(cp_size: int, world_size: int) -> None:
+    """Only sizes that `choose_local_cp_size` can answer with have groups."""
+    powers_of_two = [1 << k for k in range(world_size.bit_length())]
+    if cp_size != world_size and (cp_size not in powers_of_two or world_size % cp_size):
+        raise ValueError(
+            f"cp_size={cp_size} is neither a power of two that divides world_size={world_size} "
+            "nor the whole world"
+        )
 
 
 def _boundaries(seqlens: Sequence[int], cp_size: int, tp_size: int) -> Tensor:

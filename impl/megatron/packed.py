@@ -8,6 +8,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from ..layout import RankIndex
 from .probe import features
 
+__all__ = ["PackedSeqParams", "packed_seq_params"]
+
 
 def packed_seq_params(index: RankIndex, cp_group: dist.ProcessGroup) -> PackedSeqParams:
     """`PackedSeqParams` of one micro-batch.
