@@ -62,11 +62,11 @@ class Index:
         }
         seqlens = [len(by_sample[sample]) for sample in range(len(by_sample))]
         slots, share = merge.merge_slots(seqlens, samples, cp_size=1)
-        rows = [torch.cat([*group]) if group else torch.empty(0) for group in outputs]
-        like = next(row for row in rows if len(row))
-        gathered = like.new_zeros((len(rows), share, *like.shape[1:]))
-        for place, row in zip(gathered, rows, strict=True):
-            place[: len(row)] = row
+        like = by_sample[0]
+        gathered = like.new_zeros((len(samples), share, *like.shape[1:]))
+        for rows, group_outputs in zip(gathered, outputs, strict=True):
+            values = torch.cat([like[:0], *group_outputs])
+            rows[: len(values)] = values
         return list(gathered.flatten(0, 1).index_select(0, slots).split(seqlens))
 
 
