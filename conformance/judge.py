@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -56,7 +57,9 @@ def judge(
 def _judge_pass(
     task: Task, plan: Plan, outputs: Sequence[Outputs], oracle: Oracle, truth: Outputs
 ) -> list[Finding]:
-    findings = [check_layout(task, plan, outputs, oracle)] if outputs[0].packs else []
+    findings = []
+    if any(output.packs for output in outputs):
+        findings.append(check_layout(task, plan, outputs, oracle))
     holders = _Holders(plan, outputs)
     first = outputs[0]
     return [
@@ -87,13 +90,19 @@ def check_tokens(
         worst = max(worst, float(per_token.max()))
         if not bad and worst > BUDGET:
             token = int((per_token > BUDGET).nonzero()[0])
+            entry = int(errors[token].argmax())
             bad = f"sequence {sequence}, token {token}{holders.of(sequence, token)}"
-            bad += f": got {_short(mine[token])}, expected {_short(true[token])}"
+            bad += f", entry {entry}" if mine.dim() > 1 else ""
+            pair = mine[token].flatten()[entry], true[token].flatten()[entry]
+            bad += f": got {_short(pair[0])}, expected {_short(pair[1])}"
     return _finding(name, worst, BUDGET, bad)
 
 
 def check_loss(got: Tensor, expected: Tensor) -> Finding:
     """The loss of the batch, relative."""
+    if got.numel() != 1:
+        reason = f"it has shape {tuple(got.shape)}, not that of one number"
+        return Finding("loss", float("inf"), BUDGET, reason=reason)
     error = _finite_or_inf((got.double() - expected).abs() / (expected.abs() + (expected == 0)))
     where = f"got {float(got):.12g}, expected {float(expected):.12g}"
     return _finding("loss", float(error), BUDGET, where)
@@ -225,21 +234,26 @@ class _Holders:
         return ""
 
     def _has(self, pack: Pack, sequence: int, token: int) -> bool:
+        bounds = (pack.cu_seqlens_padded // max(len(pack.cp_ranks), 1)).tolist()
         place = pack.samples.index(sequence)
-        bounds = (pack.cu_seqlens_padded // len(pack.cp_ranks)).tolist()
+        if len(bounds) <= place + 1:
+            return False  # a pack that the layout check has turned down
         return token in pack.position_ids[bounds[place] : bounds[place + 1]].tolist()
 
 
-def _pairs(mine: Outputs, first: Outputs) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs(mine: Outputs, first: Outputs) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """Every output of two ranks by name, None where one of them has it and the other has not."""
     for name in ("logits", "logprobs", "entropy"):
-        pairs = zip(getattr(mine, name), getattr(first, name), strict=True)
+        pairs = zip_longest(getattr(mine, name), getattr(first, name))
         yield from ((f"{name} of sequence {i}", *pair) for i, pair in enumerate(pairs))
     yield "loss", mine.loss, first.loss
-    for parameter, gradient in mine.gradients.items():
-        yield f"gradient of {parameter}", gradient, first.gradients[parameter]
+    for name in {**first.gradients, **mine.gradients}:
+        yield f"gradient of {name}", mine.gradients.get(name), first.gradients.get(name)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
@@ -258,9 +272,7 @@ def _finite_or_inf(errors: Tensor) -> Tensor:
 
 
 def _short(value: Tensor) -> str:
-    flat = value.flatten()
-    shown = ", ".join(f"{float(x):.6g}" for x in flat[:3])
-    return shown if len(flat) == 1 else f"[{shown}{', …' if len(flat) > 3 else ''}]"
+    return f"{float(value):.10g}"  # enough to see float32 rounding
 
 
 def _in_pass(findings: Sequence[Finding], number: int) -> list[Finding]:
