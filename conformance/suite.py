@@ -37,9 +37,7 @@ class Suite:
         if case.expects_refusal:
             return [self._result(case, self._refusal(case, task))]
         replies = self._run(case, task)
-        error = next((error for error in map(_blamed, replies) if error), None)
-        if error is None:
-            error = _first_error(replies)
+        error = _first_error(replies)
         if error is not None:
             return [self._failed(case, *error)]
         outputs = [reply.outputs for reply in replies if reply.outputs is not None]
@@ -72,6 +70,8 @@ class Suite:
             reason = "it was accepted; a clear ValueError is expected"
         elif reply.error.kind == "refused" and reply.error.message:
             return Finding("refusal", 0.0, 0.0, reason=f"refused: {reply.error.message}")
+        elif reply.error.kind == "refused":
+            reason = "raised a ValueError without a word"
         elif reply.error.kind == "timeout":
             reason = f"not refused before the first collective: {reply.error.message}"
         else:
@@ -126,15 +126,14 @@ class Suite:
         )
 
 
-def _blamed(reply: RankReply) -> tuple[int, RankError] | None:
-    """A rank's own error; waiting for another rank is not one."""
-    if reply.error is not None and reply.error.kind != "timeout":
-        return reply.rank, reply.error
-    return None
+_BLAME = ("died", "raised", "refused", "unsupported", "timeout")
+"""Whom to name when ranks disagree: who waits does so for another, and what one rank does not
+support excuses no error of another."""
 
 
 def _first_error(replies: Sequence[RankReply]) -> tuple[int, RankError] | None:
-    return next(((reply.rank, reply.error) for reply in replies if reply.error), None)
+    errors = [(reply.rank, reply.error) for reply in replies if reply.error]
+    return min(errors, key=lambda error: _BLAME.index(error[1].kind), default=None)
 
 
 def _place(rank: int, error: RankError | None) -> str:
