@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_PROBLEMS_SHOWN = 10
+MAX_ID = 2**31 - 1  # no vocabulary is larger; kernels take int32
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def read_documents(path: Path) -> tuple[Document, ...]:
         BadBatchFile: unreadable, empty, or with any malformed line; the first ten are named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # U+2028 in a text ends no line
     except (OSError, UnicodeDecodeError) as error:
         raise BadBatchFile(f"{path}: cannot be read: {error}") from error
     documents, problems = [], []
@@ -57,32 +58,32 @@ def read_documents(path: Path) -> tuple[Document, ...]:
 def _document(line: str) -> Document:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(entry, dict) or "input_ids" not in entry:
         raise ValueError('expected an object with "input_ids"')
     ids = entry["input_ids"]
     mask = entry.get("loss_mask")
-    _check_integers("input_ids", ids, lowest=0, highest=None)
+    _check_integers("input_ids", ids, highest=MAX_ID)
     if not ids:
         raise ValueError('"input_ids" is empty')
     if mask is None:
         mask = [1] * len(ids)
-    _check_integers("loss_mask", mask, lowest=0, highest=1)
+    _check_integers("loss_mask", mask, highest=1)
     if len(mask) != len(ids):
         raise ValueError(f'"loss_mask" has {len(mask)} entries, "input_ids" has {len(ids)}')
     return Document(tuple(ids), tuple(map(bool, mask)))
 
 
-def _check_integers(name: str, values: Any, *, lowest: int, highest: int | None) -> None:
+def _check_integers(name: str, values: Any, *, highest: int) -> None:
     if not isinstance(values, list):
         raise ValueError(f'"{name}" is not a list but {type(values).__name__}')
     for place, value in enumerate(values):
         whole = isinstance(value, int) and (name == "loss_mask" or not isinstance(value, bool))
-        if not whole or value < lowest or (highest is not None and value > highest):
-            allowed = f"{lowest} or {highest}" if highest is not None else f"at least {lowest}"
+        if not whole or not 0 <= value <= highest:
+            allowed = "0 or 1" if highest == 1 else f"from 0 to {highest}"
             raise ValueError(
-                f'"{name}"[{place}] is {value!r}; it must be a whole number, {allowed}'
+                f'"{name}"[{place}] is {value!r:.40}; it must be a whole number, {allowed}'
             )
 
 
