@@ -78,15 +78,18 @@ def id_groups(task: Task, micro_batch: MicroBatch) -> IdGroups:
 
     Raises:
         ValueError: Megatron has no group of the size asked for.
+        Unsupported: there is no sample.
     """
     from impl.megatron.parallel import megatron_cp_group
 
     from .megatron_schedule import place_samples
 
+    if not micro_batch.samples:
+        raise Unsupported("the schedule asserts, behind a barrier, that there is a sample to run")
     megatron_cp_group(micro_batch.cp_size)
     padded = {sample: _padded(task.batch.seqlens[sample]) for sample in micro_batch.samples}
-    longest = max(padded.values(), default=0)
-    return place_samples(padded, max_seqlen_per_dp_cp_rank=-(-longest // micro_batch.cp_size))
+    limit = -(-max(padded.values()) // micro_batch.cp_size)
+    return place_samples(padded, max_seqlen_per_dp_cp_rank=limit)
 
 
 def _padded(seqlen: int) -> int:
@@ -129,8 +132,7 @@ class _ModelRun:
         except ValueError as error:
             raise Unsupported(str(error)) from error
         self.task, self.seqlens = task, task.batch.seqlens
-        longest = max(self.seqlens, default=1)  # what an empty batch does is Megatron's to say
-        model = build_gpt_model(self.config, max_seqlen=_padded(longest))
+        model = build_gpt_model(self.config, max_seqlen=_padded(max(self.seqlens)))
         for layer in model.decoder.layers:
             attention = layer.self_attention
             attention.core_attention = SampleAttention(
@@ -138,8 +140,8 @@ class _ModelRun:
             )
         load_hf_weights(model, task.weights, self.config)
         self.model = with_gradient_buffers(model)
-        mask = torch.cat([torch.empty(0, dtype=torch.bool), *task.batch.loss_mask])
-        weights = prediction_weights(jagged(mask, self.seqlens), aggregation=task.loss.aggregation)
+        mask = jagged(torch.cat(task.batch.loss_mask), self.seqlens)
+        weights = prediction_weights(mask, aggregation=task.loss.aggregation)
         self.num_valid = max(int(weights.count_nonzero()), 1)
         # Megatron divides by the number of valid predictions, so each weighs 1 in a token mean.
         self.weights = (weights * self.num_valid).split(list(self.seqlens))
