@@ -1,0 +1,1 @@
+"""Promises of the implementation, one file for each module; those that need Megatron say so."""
