@@ -16,7 +16,12 @@ import torch.distributed as dist
 
 _TENSOR_METHODS = ("float", "double", "half", "bfloat16", "to", "type", "cuda", "cpu")
 # Written by the interpreter itself, whatever a task does.
-_INTERPRETER_NAMES = {"__annotations__", "__annotations_cache__", "__warningregistry__"}
+_INTERPRETER_NAMES = {
+    "__annotations__",
+    "__annotations_cache__",
+    "__slotnames__",  # cached by the first copy.copy of an instance
+    "__warningregistry__",
+}
 _ABSENT = object()
 
 

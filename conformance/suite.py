@@ -35,7 +35,7 @@ class Suite:
         """Run a case and judge it; whatever goes wrong in a rank is a verdict, nothing raises."""
         task = self.builder.task(case)
         if case.expects_refusal:
-            return [self._result(case, self._refusal(case, task))]
+            return [self._refused(case, task)]
         replies = self._run(case, task)
         error = _first_error(replies)
         if error is not None:
@@ -59,30 +59,15 @@ class Suite:
         pool = self.pools.pool(self.implementation, case.world)
         return pool.run(task, only_rank=only_rank)
 
-    def _refusal(self, case: Case, task: Task) -> Finding:
+    def _refused(self, case: Case, task: Task) -> CheckResult:
         """A task that cannot be had, given to one rank alone.
 
-        It must raise ValueError; if it enters a collective first, nobody answers there and the
-        time limit ends it.
+        If that rank enters a collective first, nobody answers there and the time limit ends it.
         """
         (reply,) = self._run(case, task, only_rank=0)
-        if reply.error is None:
-            reason = "it was accepted; a clear ValueError is expected"
-        elif reply.error.kind == "refused" and reply.error.message:
-            return Finding("refusal", 0.0, 0.0, reason=f"refused: {reply.error.message}")
-        elif reply.error.kind == "refused":
-            reason = "raised a ValueError without a word"
-        elif reply.error.kind == "timeout":
-            reason = f"not refused before the first collective: {reply.error.message}"
-        else:
-            reason = f"raised {reply.error.type}, not ValueError: {reply.error.message}"
-        return Finding(
-            "refusal",
-            float("inf"),
-            0.0,
-            where=_place(reply.rank, reply.error),
-            reason=reason,
-        )
+        if reply.error is not None and reply.error.kind == "unsupported":
+            return self._failed(case, reply.rank, reply.error)
+        return self._result(case, _refusal(reply))
 
     def _failed(self, case: Case, rank: int, error: RankError) -> CheckResult:
         verdict = Verdict.UNSUPPORTED if error.kind == "unsupported" else Verdict.FAIL

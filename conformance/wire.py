@@ -45,10 +45,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _raw_bytes(tensor: Tensor) -> bytearray:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    raw = bytearray(flat.numel())
+    raw = bytearray(tensor.numel() * tensor.element_size())
     if raw:
-        torch.frombuffer(raw, dtype=torch.uint8).copy_(flat)
+        torch.frombuffer(raw, dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     return raw
 
 

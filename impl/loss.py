@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pack import seqlens_of
+from .pack import offsets_of
 
 AGGREGATIONS = ("token-mean", "sequence-mean")
 
@@ -27,7 +27,7 @@ def prediction_weights(loss_mask: Tensor, *, aggregation: str) -> Tensor:
     """
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}")
-    seqlens = torch.tensor(seqlens_of(loss_mask), device=loss_mask.device)
+    seqlens = offsets_of(loss_mask).diff()
     valid = loss_mask.values().roll(-1, 0).bool()
     valid[seqlens.cumsum(0) - 1] = False
     if aggregation == "token-mean":
