@@ -93,7 +93,8 @@ class TaskBuilder:
         weights = self.oracle.random_weights(spec, seed=self.seed)
         padding = Padding(token_id=spec.vocab_size - 1)
         if case.padding == "poisoned_ids":
-            padding = Padding(token_id=int(batch.input_ids[0][0]))
+            longest = max(batch.input_ids, key=len)
+            padding = Padding(token_id=int(longest[-1]))  # a target under every mask but "none"
         elif case.padding == "poisoned_nan":
             padding = replace(padding, side_value=float("nan"), output_value=float("nan"))
         elif case.padding == "poisoned_huge":
@@ -120,8 +121,7 @@ class TaskBuilder:
                 self.seed + zlib.crc32(repr(case.seqlens).encode())
             )
             input_ids = tuple(
-                torch.randint(spec.vocab_size - 1, (seqlen,), generator=draw)
-                for seqlen in case.seqlens
+                _distinct_ids(seqlen, spec.vocab_size - 1, draw) for seqlen in case.seqlens
             )
             loss_mask = _MASKS[case.mask](case, draw)
         each = _TEMPERATURES[case.temperature]
@@ -135,6 +135,12 @@ def micro_batches(samples: int, cp_sizes: Sequence[int]) -> tuple[MicroBatch, ..
         MicroBatch(tuple(range(samples))[place :: len(cp_sizes)], cp_size)
         for place, cp_size in enumerate(cp_sizes)
     )
+
+
+def _distinct_ids(seqlen: int, num_ids: int, draw: torch.Generator) -> Tensor:
+    """Ids that all differ while there are enough, so that no two rows can be taken for another."""
+    rounds = [torch.randperm(num_ids, generator=draw) for _ in range(-(-seqlen // num_ids))]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *rounds])[:seqlen]
 
 
 def _dense_ids(

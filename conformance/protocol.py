@@ -90,7 +90,7 @@ class Padding:
     """What fills padded rows: an id, and a value for per-token side inputs and for outputs.
 
     Whatever it is, no real token, loss or gradient may change: NaN is allowed for `side_value`
-    (labels aside) and for `output_value`, which replaces padded rows of logits before the loss.
+    (labels aside) and for `output_value`, which is added to padded rows of logits before the loss.
     """
 
     token_id: int = 0

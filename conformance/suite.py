@@ -116,6 +116,22 @@ _BLAME = ("died", "raised", "refused", "unsupported", "timeout")
 support excuses no error of another."""
 
 
+def _refusal(reply: RankReply) -> Finding:
+    """Whether a rank refused in words what cannot be had, before any collective."""
+    error = reply.error
+    if error is None:
+        reason = "it was accepted; a clear ValueError is expected"
+    elif error.kind == "refused" and error.message:
+        return Finding("refusal", 0.0, 0.0, reason=f"refused: {error.message}")
+    elif error.kind == "refused":
+        reason = "raised a ValueError without a word"
+    elif error.kind == "timeout":
+        reason = f"not refused before the first collective: {error.message}"
+    else:
+        reason = f"raised {error.type}, not ValueError: {error.message}"
+    return Finding("refusal", float("inf"), 0.0, _place(reply.rank, error), reason)
+
+
 def _first_error(replies: Sequence[RankReply]) -> tuple[int, RankError] | None:
     errors = [(reply.rank, reply.error) for reply in replies if reply.error]
     return min(errors, key=lambda error: _BLAME.index(error[1].kind), default=None)

@@ -216,7 +216,9 @@ class _ModelRun:
         assert self.packed is not None
         if self.task.padding.output_value is None:
             return logits
-        return logits.index_fill(1, self.packed.index.padding_rows, self.task.padding.output_value)
+        rows, value = self.packed.index.padding_rows, self.task.padding.output_value
+        poison = logits.new_zeros(logits.shape[1]).index_fill(0, rows, value)
+        return logits + poison[:, None]  # not replaced: gradients still flow through these rows
 
     def pack_seen(self, micro_batch: MicroBatch, sub: SubBatch) -> Pack:
         assert self.packed is not None
