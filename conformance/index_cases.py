@@ -72,9 +72,11 @@ def index_cases() -> list[IndexCase]:
     return [*cases, *map(layout_file_case, layout_files()), *map(plan_file_case, plan_files())]
 
 
-def packing_case(padding: str, cp_size: int, tp_size: int) -> IndexCase:
-    """One batch on the ranks of one CP group."""
-    seqlens = case_lengths(padding, world=2 * cp_size, cp_sizes=[cp_size])
+def packing_case(
+    padding: str, cp_size: int, tp_size: int, *, seqlens: tuple[int, ...] = ()
+) -> IndexCase:
+    """One batch on the ranks of one CP group; its lengths follow from `padding` if not given."""
+    seqlens = seqlens or case_lengths(padding, world=2 * cp_size, cp_sizes=[cp_size])
     packing = Packing(seqlens, cp_size, tp_size)
     return IndexCase(
         id=f"index-{padding}-cp{cp_size}-tp{tp_size}",
@@ -86,9 +88,9 @@ def packing_case(padding: str, cp_size: int, tp_size: int) -> IndexCase:
     )
 
 
-def plan_case(padding: str, world: int) -> IndexCase:
+def plan_case(padding: str, world: int, *, seqlens: tuple[int, ...] = ()) -> IndexCase:
     """One batch spread over a world, at every CP size that the world has."""
-    seqlens = case_lengths(padding, world=world, cp_sizes=[1])
+    seqlens = seqlens or case_lengths(padding, world=world, cp_sizes=[1])
     return IndexCase(
         id=f"index-{padding}-{world}ranks",
         padding=padding,

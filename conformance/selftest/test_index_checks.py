@@ -6,10 +6,14 @@ import torch
 from conformance.adapters import reference
 from conformance.fixture_files import layout_files, plan_files
 from conformance.index_cases import index_cases, packing_case, plan_case, refusal_case, verify
+from conformance.index_search import PACKINGS, PLANS, search
 from conformance.selftest.faulty_index import (
     FAULTS,
+    AnyPowerOfTwo,
     Breaks,
     DropsTheLastToken,
+    LabelsThatWrap,
+    MergesInGroupOrder,
     MirrorFirst,
     OnlyPacks,
     SaysNo,
@@ -142,3 +146,27 @@ def test_surprising_exception_is_a_failure_by_name() -> None:
 
     assert {failure.check for failure in failures} == {"labels"}
     assert {failure.reason for failure in failures} == {"raised KeyError: 'surprise'"}
+
+
+@pytest.mark.parametrize(
+    ("cases", "fault", "smallest"),
+    [
+        (PACKINGS, MirrorFirst, (1,)),
+        (PACKINGS, LabelsThatWrap, (1,)),
+        (PLANS, MergesInGroupOrder, (1, 1)),
+        (PLANS, AnyPowerOfTwo, (2,)),  # on 3 ranks of 1
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_search_shows_the_smallest_batch_that_goes_wrong(cases, fault, smallest) -> None:
+    results = search(cases, fault(), reference.index, rerun="pytest -k")
+    failures = [result for result in results if result.verdict is Verdict.FAIL]
+
+    assert FAULTS[fault] in {failure.check for failure in failures}
+    assert failures[0].lengths == smallest
+
+
+@pytest.mark.parametrize("cases", [PACKINGS, PLANS], ids=["packing", "plan"])
+def test_search_finds_nothing_wrong_with_the_oracle(cases) -> None:
+    results = search(cases, reference.index, reference.index, rerun="pytest -k")
+    assert {result.verdict for result in results} == {Verdict.PASS}
