@@ -32,17 +32,27 @@ def test_layout_by_hand() -> None:
 
 
 def test_rank_index_by_hand() -> None:
-    index = rank_index((5, 1), cp_size=2, cp_rank=0)
+    first, second = (rank_index((5, 1), cp_size=2, cp_rank=rank) for rank in range(2))
 
-    assert index.rows.tolist() == [0, 1, 0, 0, 5, 0]  # padding names token 0
-    assert index.padding_rows.tolist() == [2, 3, 5]
-    assert index.real_rows.tolist() == [0, 1, 4]
-    assert index.position_ids.tolist() == [0, 1, 6, 7, 0, 3]
-    assert index.cu_seqlens_padded.tolist() == [0, 8, 12]
-    assert index.cu_seqlens_padded.dtype == torch.int32
-    # rank 0 sends tokens 0, 1, 5, rank 1 sends 2, 3, 4
-    assert index.max_real_rows == 3
-    assert index.token_slots.tolist() == [0, 1, 3, 4, 5, 2]
+    assert first.rows.tolist() == [0, 1, 0, 0, 5, 0]  # padding names token 0
+    assert second.rows.tolist() == [2, 3, 4, 0, 0, 0]
+    assert first.padding_rows.tolist() == [2, 3, 5]
+    assert second.padding_rows.tolist() == [3, 4, 5]
+    assert first.real_rows.tolist() == [0, 1, 4]
+    assert second.real_rows.tolist() == [0, 1, 2]
+    assert first.position_ids.tolist() == [0, 1, 6, 7, 0, 3]
+    assert second.position_ids.tolist() == [2, 3, 4, 5, 1, 2]
+
+
+def test_rank_index_is_the_same_on_every_rank_where_it_speaks_of_all() -> None:
+    for rank in range(2):
+        index = rank_index((5, 1), cp_size=2, cp_rank=rank)
+        assert (index.seqlens, index.padded) == ((5, 1), (8, 4))
+        assert index.cu_seqlens_padded.tolist() == [0, 8, 12]
+        assert index.cu_seqlens_padded.dtype == torch.int32
+        # rank 0 sends tokens 0, 1, 5, rank 1 sends 2, 3, 4
+        assert index.max_real_rows == 3
+        assert index.token_slots.tolist() == [0, 1, 3, 4, 5, 2]
 
 
 def test_cp_off_keeps_every_row_in_order() -> None:
