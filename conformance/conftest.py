@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import time
 from collections.abc import Iterator
@@ -146,7 +147,7 @@ def record(request: pytest.FixtureRequest) -> Any:
 
     def hand_over(results: list[CheckResult]) -> None:
         plain = [dataclasses.asdict(result) for result in results]
-        request.node.user_properties.append((_RESULTS, plain))
+        request.node.user_properties.append((_RESULTS, json.dumps(plain)))
         failed = [result for result in results if result.verdict is Verdict.FAIL]
         if failed:
             lines = [f"{r.id} {r.check}: {r.reason}; {r.where}\n  {r.rerun}" for r in failed]
@@ -170,10 +171,10 @@ class _Collector:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            for name, plain in report.user_properties:
+            for name, value in report.user_properties:
                 if name == _RESULTS:
                     self.run.is_conformance = True
-                    self.run.results += [_result(entry) for entry in plain]  # type: ignore[attr-defined]
+                    self.run.results += map(_result, json.loads(str(value)))
 
 
 def _result(plain: dict[str, Any]) -> CheckResult:

@@ -24,7 +24,7 @@ from ..layout import pack_layout
 
 BLOCK = 512  # rows of a block of scores
 
-Block = tuple[slice, slice, Tensor]
+Block = tuple[slice, slice, Tensor | None]
 
 
 class ExactAttention(nn.Module):
@@ -82,7 +82,8 @@ def visible_blocks(padded: tuple[int, ...], *, cp_size: int, cp_rank: int) -> tu
     """Blocks of (query rows, key rows, hidden [q, k]) in which any query sees any key.
 
     Query rows are this rank's, key rows those of all ranks side by side. A query sees the keys of
-    its own sequence up to its own position.
+    its own sequence up to its own position. `hidden` is None where all is seen, so that masks too
+    grow linearly with the number of keys.
     """
     layout = pack_layout(padded, cp_size=cp_size)
     rows = layout.positions.shape[1]
@@ -103,7 +104,7 @@ def visible_blocks(padded: tuple[int, ...], *, cp_size: int, cp_rank: int) -> tu
                 continue  # rows are in sequence order, so these two share none
             hidden = (q_sequence != k_sequence) | (q_position < k_position)
             if not hidden.all():
-                visible.append((q, place, hidden))
+                visible.append((q, place, hidden if hidden.any() else None))
     return tuple(visible)
 
 
@@ -156,7 +157,7 @@ class _BlockAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, hidden: Tensor) -> Tensor:
+def _scores(query: Tensor, key: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
     """Scores [q, G, R, k], -inf where the key is hidden from the query."""
     scores = torch.einsum("qgrd,kgd->qgrk", query, key) * scale
-    return scores.masked_fill(hidden[:, None, None, :], -math.inf)
+    return scores if hidden is None else scores.masked_fill(hidden[:, None, None, :], -math.inf)
