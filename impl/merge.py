@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .collectives import all_gather
-from .groups import CPGroups
 from .pack import jagged
-from .split import SubBatch
+
+if TYPE_CHECKING:
+    from .groups import CPGroups
+    from .split import SubBatch
 
 
 def dynamic_cp_merge_output(

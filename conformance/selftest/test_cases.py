@@ -100,7 +100,7 @@ def test_every_column_is_run_at_every_cp_size(column: str) -> None:
 
 
 def test_text_and_refusals_are_run_too() -> None:
-    assert {case.cp_sizes[0] for case in of_column("text")} == {1, 2, 4, 8}
+    assert {case.cp_sizes[0] for case in of_column("text")} == {1, 2, 3, 4, 6, 8}
     assert {case.padding for case in of_column("refused")} == {f"refused_{r}" for r in REFUSALS}
     assert {case.padding for case in of_column("poisoned")} == {f"poisoned_{p}" for p in POISONS}
 

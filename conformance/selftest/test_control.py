@@ -17,7 +17,7 @@ from conformance.profiles import profile_cases
 from conformance.suite import Suite
 from conformance.verdict import Verdict, exit_status
 
-DOCUMENTS = batches(read_documents(TEXTS), max_tokens=512)
+DOCUMENTS = batches(read_documents(TEXTS), max_tokens=1024)
 QUICK = profile_cases("quick", num_texts=len(DOCUMENTS))
 
 
