@@ -1,7 +1,7 @@
 """Which cases a profile runs.
 
-`quick` fills every cell of the matrix, padding case by CP size; `default` crosses them with worlds, and
-adds masks, temperatures, losses, models and orders; `deep` crosses the rest.
+`quick` fills every cell of the matrix, padding case by CP size; `default` crosses them with
+worlds, and adds masks, temperatures, losses, models and orders; `deep` crosses the rest.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from conformance.profiles import profile_cases
 from conformance.suite import Suite
 from conformance.verdict import Verdict, exit_status
 
-DOCUMENTS = batches(read_documents(TEXTS), max_tokens=1024)
+SHORT = sorted(read_documents(TEXTS), key=lambda document: len(document.input_ids))[80:86]
+DOCUMENTS = batches(tuple(SHORT), max_tokens=1024)  # every rank runs the oracle on all of it
 QUICK = profile_cases("quick", num_texts=len(DOCUMENTS))
 
 
