@@ -41,15 +41,31 @@ def gptmodel_forward_model_engine(
     )
     if on_pack is not None:
         on_pack(packed)
-    logits = model(
+    return process_logits(run_pack(model, packed), packed, logits_processor)
+
+
+def run_pack(model: nn.Module, packed: PackedRow) -> Tensor:
+    """A pack through a model or a pipeline stage of it.
+
+    Returns:
+        logits [1, T, V], or of an earlier stage the hidden states for the next.
+    """
+    output: Tensor = model(
         packed.tensors["input_ids"].unsqueeze(0),
         packed.position_ids.unsqueeze(0),
         None,
         packed_seq_params=packed.params,
-    ).squeeze(0)
+    )
+    return output
+
+
+def process_logits(
+    logits: Tensor, packed: PackedRow, logits_processor: LogitsProcessor | None
+) -> dict[str, Tensor]:
+    """Logits [1, T, V] of a pack → outputs per sequence; see `gptmodel_forward_model_engine`."""
     real = {name: drop_padding(rows, packed.index) for name, rows in packed.tensors.items()}
     del real["input_ids"]
-    real_logits = drop_padding(logits, packed.index)
+    real_logits = drop_padding(logits.squeeze(0), packed.index)
     outputs = (
         logits_processor(real_logits, **real) if logits_processor else {"logits": real_logits}
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ def dynamic_cp_split_batch(
     Raises:
         ValueError: nothing to run, lengths that differ between tensors, or no CP size that fits.
     """
-    seqlens = _common_seqlens(batch)
+    seqlens = common_seqlens(batch)
     lowest = config.min_cp_size
     cp_size = choose_local_cp_size(
         seqlens,
@@ -64,7 +64,7 @@ def dynamic_cp_split_batch(
     samples = split_samples(seqlens, world_size=groups.world_size, cp_size=cp_size)
     mine = samples[groups.dp_cp_rank // cp_size]
     return SubBatch(
-        tensors={name: _select(tensor, mine) for name, tensor in batch.items()},
+        tensors={name: select_samples(tensor, mine) for name, tensor in batch.items()},
         seqlens=tuple(seqlens[index] for index in mine),
         local_cp_size=cp_size,
         cp_group=groups.of_size(cp_size),
@@ -74,7 +74,8 @@ def dynamic_cp_split_batch(
     )
 
 
-def _common_seqlens(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+def common_seqlens(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Lengths of a batch of jagged tensors, which must be equal in all of them."""
     if not batch:
         raise ValueError("the batch holds no tensors")
     (first, tensor), *others = batch.items()
@@ -88,7 +89,7 @@ def _common_seqlens(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
     return seqlens
 
 
-def _select(tensor: Tensor, samples: list[int]) -> Tensor:
+def select_samples(tensor: Tensor, samples: Sequence[int]) -> Tensor:
     """Some sequences of a jagged tensor."""
     values, offsets = tensor.values(), offsets_of(tensor).tolist()
     parts = [values[offsets[index] : offsets[index + 1]] for index in samples]

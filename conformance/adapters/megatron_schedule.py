@@ -9,9 +9,7 @@ that speaks Megatron.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state, utils
@@ -24,7 +22,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 IdGroups = list[list[list[int]]]
 """Groups of the schedule, between which all ranks meet; in each the sample ids of every rank."""
@@ -130,32 +127,3 @@ def slice_sample(sample: Sample) -> tuple[Sample, PackedSeqParams]:
         cp_group=batch.get("hybrid_cp_group"),
     )
     return {name: batch[name] for name in whole}, params
-
-
-@contextmanager
-def cuda_is_cpu() -> Iterator[None]:
-    """Inside, tensors that Megatron asks of CUDA are made on the CPU; outside, all is as it was.
-
-    Its schedules, gradient buffers and slicing helpers name the device and pin memory. The default
-    dtype is float64, since the divisor of per-token gradients is computed in it.
-    """
-    dtype = torch.get_default_dtype()
-    with _CudaTensorsOnCpu(), patch.object(torch.cuda, "current_stream", lambda: None):
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-
-
-class _CudaTensorsOnCpu(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.cuda:
-            return args[0]
-        kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)

@@ -59,12 +59,10 @@ class Rank:
         self.resources.close()
 
     def run(self, task: Task) -> tuple[Outputs, ...]:
-        from impl.megatron.cpu import cpu_mode
-
-        from .megatron_schedule import cuda_is_cpu
+        from impl.megatron.cpu import cpu_training_mode
 
         steps = [[id_groups(task, micro_batch) for micro_batch in plan] for plan in task.passes]
-        with cpu_mode(), cuda_is_cpu():
+        with cpu_training_mode():
             run = _ModelRun(task)
             return tuple(run.one_pass(*each) for each in zip(task.passes, steps, strict=True))
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.tensor_parallel import random
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
@@ -17,3 +21,82 @@ def cpu_mode() -> Iterator[None]:
     """
     with patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
         yield
+
+
+@contextmanager
+def cpu_training_mode() -> Iterator[None]:
+    """`cpu_mode`, and what schedules, gradient buffers, recomputation and optimizers ask for.
+
+    The default dtype is float64, since the divisor of per-token gradients is computed in it, and
+    `Tensor.float` leaves float64 as it is, since optimizers call it on gradients.
+    """
+    dtype = torch.get_default_dtype()
+    with cpu_mode(), _CudaTensorsOnCpu(), ExitStack() as patches:
+        for module, name, answer in _ANSWERS:
+            if hasattr(module, name):
+                patches.enter_context(patch.object(module, name, answer))
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+class _NoStream:
+    """A stream and an event on which everything is done at once."""
+
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def record_event(self, *_: Any) -> _NoStream:
+        return self
+
+
+class _NoRandomness:
+    """Megatron's tracker of random states, for models without dropout."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def fork(self, *_: Any) -> nullcontext[None]:
+        return nullcontext()
+
+    def get_states(self) -> dict[str, Tensor]:
+        return {}
+
+    def set_states(self, _: Any) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+_ANSWERS: tuple[tuple[Any, str, Any], ...] = (
+    (torch.cuda, "synchronize", _nothing),  # exchange of shapes between pipeline stages
+    (torch.cuda, "is_current_stream_capturing", lambda: False),
+    (torch.cuda, "current_stream", lambda *_, **__: _NoStream()),  # reduction of gradients
+    (torch.cuda, "Stream", lambda *_, **__: _NoStream()),
+    (torch.cuda, "Event", lambda *_, **__: _NoStream()),
+    (torch.cuda, "stream", lambda _: nullcontext()),
+    (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),  # recomputation
+    (torch.cuda, "set_rng_state", _nothing),
+    (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+    (random, "_set_cuda_rng_state", _nothing),
+    (random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()),  # sequence parallelism
+    (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+)
+
+
+class _CudaTensorsOnCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.cuda or (func is Tensor.float and args[0].dtype == torch.float64):
+            return args[0]
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        if func is Tensor.type and len(args) == 1 and not kwargs and args[0].is_floating_point():
+            return "torch.cuda.FloatTensor"  # the distributed optimizer compares names
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from ..parallel import ParallelLayout
 from .attention import ExactAttention
+from .norm import TorchNorm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -75,26 +81,68 @@ class GPTConfig:
 
 
 def build_gpt_model(config: GPTConfig, *, max_seqlen: int) -> GPTModel:
-    """The model on the CPU with every parameter, buffer and RoPE frequency in float64.
+    """The whole model on every rank; see `build_gpt_chunks`."""
+    return build_gpt_chunks(config, max_seqlen=max_seqlen, layout=ParallelLayout())[0]
 
-    Weights are not initialised to anything of use; `impl.megatron.weights` fills them. Call it
-    inside `cpu_mode` and `model_parallel`.
+
+def build_gpt_chunks(
+    config: GPTConfig, *, max_seqlen: int, layout: ParallelLayout
+) -> list[GPTModel]:
+    """This rank's model chunks on the CPU, one for each virtual pipeline stage.
+
+    Every parameter, buffer and RoPE frequency is float64. Weights are not initialised to anything
+    of use; `impl.megatron.weights` fills them. Call it inside `cpu_mode` and `model_parallel`; all
+    chunks share one `TransformerConfig`.
+
+    Raises:
+        ValueError: sizes that do not divide evenly.
     """
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization=NORMS[config.norm])
-    spec.submodules.self_attention.submodules.core_attention = ExactAttention
+    layout.check_model(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        ffn_size=config.ffn_size,
+        vocab_size=config.vocab_size,
+    )
+    settings = _transformer_config(config, layout)
+    stages = range(layout.vpp_size) if layout.vpp_size > 1 else (None,)
+    return [_chunk(config, settings, max_seqlen, vp_stage) for vp_stage in stages]
+
+
+def _chunk(
+    config: GPTConfig, settings: TransformerConfig, max_seqlen: int, vp_stage: int | None
+) -> GPTModel:
+    place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = GPTModel(
-        _transformer_config(config),
-        spec,
+        settings,
+        _block_spec(config, settings),
         vocab_size=config.vocab_size,
         max_sequence_length=max_seqlen,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
         position_embedding_type="rope",
         rotary_base=config.rope_theta,
         rotary_percent=config.rope_fraction,
         share_embeddings_and_output_weights=config.tied,
         parallel_output=True,
+        vp_stage=vp_stage,
     ).double()
     model.rotary_pos_emb.inv_freq = rope_frequencies(config)
+    model.model_type = ModelType.encoder_or_decoder
     return model
+
+
+def _block_spec(config: GPTConfig, settings: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization=NORMS[config.norm])
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ExactAttention
+    if config.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
+    chunks = settings.pipeline_model_parallel_size * (
+        settings.virtual_pipeline_model_parallel_size or 1
+    )
+    return TransformerBlockSubmodules([layer] * (config.num_layers // chunks), TorchNorm)
 
 
 def rope_frequencies(config: GPTConfig) -> Tensor:
@@ -106,7 +154,7 @@ def rope_frequencies(config: GPTConfig) -> Tensor:
     return config.rope_theta**-exponents
 
 
-def _transformer_config(config: GPTConfig) -> TransformerConfig:
+def _transformer_config(config: GPTConfig, layout: ParallelLayout) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -135,4 +183,23 @@ def _transformer_config(config: GPTConfig) -> TransformerConfig:
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
+        **_parallel_settings(layout),
     )
+
+
+def _parallel_settings(layout: ParallelLayout) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "context_parallel_size": layout.static_cp_size,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+    if layout.pp_size > 1:  # packs differ in length; Megatron asks the dispatcher of dense models
+        settings |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if layout.vpp_size > 1:  # batched messages to one peer get mixed up where shapes differ
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        settings |= {"virtual_pipeline_model_parallel_size": layout.vpp_size}
+    if layout.recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        settings |= {"recompute_num_layers": 1}
+    return settings

@@ -8,14 +8,20 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ..parallel import ParallelLayout
 from .probe import UnsupportedMegatron, features
+
+_DP_ONLY = ParallelLayout()
 
 
 @contextmanager
-def model_parallel(*, megatron_groups: bool = False) -> Iterator[None]:
-    """Megatron's groups over the default process group, with a build-time CP size of 1.
+def model_parallel(
+    layout: ParallelLayout = _DP_ONLY, *, megatron_groups: bool = False
+) -> Iterator[None]:
+    """Megatron's groups over the default process group.
 
     Args:
+        layout: of the model; by default all ranks are data parallel.
         megatron_groups: have Megatron make its own dynamic CP groups as well.
     Raises:
         UnsupportedMegatron: groups asked of a version that makes none.
@@ -26,7 +32,13 @@ def model_parallel(*, megatron_groups: bool = False) -> Iterator[None]:
             f"megatron-core {features().version} makes no dynamic CP groups; 0.16.0 and later do"
         )
     keywords = {keyword: True} if megatron_groups and keyword else {}
-    parallel_state.initialize_model_parallel(context_parallel_size=1, **keywords)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
+        context_parallel_size=layout.static_cp_size,
+        **keywords,
+    )
     try:
         yield
     finally:
