@@ -32,6 +32,8 @@ def run_suite(arguments: Sequence[str], *, report_dir: Path) -> int:
                 "conformance/test_conformance.py",
                 "-p",
                 "no:cacheprovider",
+                "--tb=no",  # the table says what failed; both come back with --tb=short -rf
+                "-rN",
                 f"--report-dir={report_dir}",
                 *arguments,
             ]
@@ -56,6 +58,9 @@ def status(path: Path, of_pytest: int) -> int:
         return NOTHING_VERIFIED
     reported = exit_status(report.cases)
     if reported == 0 and of_pytest != 0:
-        print(f"every check passed, but pytest ended with {of_pytest}", file=sys.stderr)
+        print(
+            f"every check passed, but pytest ended with {of_pytest}; --tb=short says why",
+            file=sys.stderr,
+        )
         return 1 if of_pytest == 1 else NOTHING_VERIFIED
     return reported
