@@ -1,7 +1,8 @@
 """Which token sits in which row of which rank: one table, from which all index maps follow.
 
 Shape letters: `T` packed rows on one rank, `N` real tokens of the pack over all ranks,
-`S` sequences, `C` ranks of the CP group.
+`S` sequences, one of padding only included, `C` ranks of the CP group, `O` the offsets that
+`PackRules.max_sequences` asks for, else `S + 1`.
 """
 
 from __future__ import annotations
@@ -13,27 +14,59 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .rules import DEFAULT_RULES, PackRules
+
 _CPU = torch.device("cpu")
 
 
-def alignment(*, cp_size: int, tp_size: int = 1) -> int:
+def alignment(*, cp_size: int, tp_size: int = 1, rules: PackRules = DEFAULT_RULES) -> int:
     """Tokens that every padded length is a multiple of.
 
-    Two chunks for each CP rank, and within them equal parts for sequence parallelism.
+    As many chunks for each CP rank as the layout has, within them equal parts for sequence
+    parallelism, and what `rules` ask of a sequence.
+
+    >>> alignment(cp_size=2), alignment(cp_size=2, rules=PackRules(layout="contiguous"))
+    (4, 2)
     """
-    return 2 * cp_size * tp_size if cp_size > 1 else tp_size
+    return cp_size * rules.shard_multiple(cp_size=cp_size, tp_size=tp_size)
+
+
+def padded_lengths(
+    seqlens: Sequence[int], *, cp_size: int, tp_size: int = 1, rules: PackRules = DEFAULT_RULES
+) -> tuple[int, ...]:
+    """Tokens of every sequence of a pack with padding: all that decides its rows, on any side.
+
+    Rows that the pack needs beyond its sequences are one more sequence at the end, of padding
+    only. More padding behind the last real one would do too, but its chunks are cut from its
+    padded length: a short one in a wide bucket would lie on rank 0 as a whole, its attention
+    would grow with the bucket, and where it lies would depend on the sequences beside it. As a
+    sequence of its own the padding moves no real token, `cu_seqlens_padded` still names every
+    row, attention keeps it to itself, and its positions restart at 0, inside RoPE's table.
+
+    >>> padded_lengths((5, 1), cp_size=2)
+    (8, 4)
+    >>> padded_lengths((5, 1), cp_size=2, rules=PackRules(pack_multiple=8))
+    (8, 4, 4)
+    """
+    unit = alignment(cp_size=cp_size, tp_size=tp_size, rules=rules)
+    padded = tuple(max(-(-seqlen // unit), 1) * unit for seqlen in seqlens)
+    rows = sum(padded) // cp_size
+    tail = rules.pack_rows(rows, cp_size=cp_size, tp_size=tp_size) - rows
+    return (*padded, tail * cp_size) if tail else padded
 
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """Where the tokens of one pack lie over the ranks of a CP group, zigzag per sequence.
+    """Where the tokens of one pack lie over the ranks of a CP group, sequence by sequence.
 
-    A padded sequence is cut into `2 * cp_size` equal chunks; rank r holds chunk r and then its
-    mirror `2 * cp_size - 1 - r`, so that causal work is equal on every rank. The shards of all
-    sequences lie side by side.
+    Zigzag: a padded sequence is cut into `2 * cp_size` equal chunks; rank r holds chunk r and
+    then its mirror `2 * cp_size - 1 - r`, so that causal work is equal on every rank.
+    Contiguous: it is cut into `cp_size` equal chunks, and rank r holds chunk r. Either way the
+    shards of all sequences lie side by side.
 
     Args:
-        seqlens: real tokens of each sequence. padded: the same after alignment.
+        seqlens: real tokens of each sequence. padded: the same after alignment, and the length
+            of a last sequence of padding only where `padded_lengths` says that there is one.
         tokens: int64 [C, T], for each rank and row the index of its token in the concatenated
             real sequences, -1 for padding.
         positions: int64 [C, T], position inside the sequence; counts on through its padding.
@@ -49,7 +82,13 @@ class PackLayout:
 
 
 @lru_cache(maxsize=64)
-def pack_layout(seqlens: tuple[int, ...], *, cp_size: int, tp_size: int = 1) -> PackLayout:
+def pack_layout(
+    seqlens: tuple[int, ...],
+    *,
+    cp_size: int,
+    tp_size: int = 1,
+    rules: PackRules = DEFAULT_RULES,
+) -> PackLayout:
     """The layout of a pack, on the CPU.
 
     A pack without sequences (its group got no sample) holds one sequence of padding only, so
@@ -59,18 +98,18 @@ def pack_layout(seqlens: tuple[int, ...], *, cp_size: int, tp_size: int = 1) -> 
     tensor([[ 0, -1,  3, -1],
             [ 1,  2,  4, -1]])
     """
-    seqlens = seqlens or (0,)
-    unit = alignment(cp_size=cp_size, tp_size=tp_size)
-    padded = tuple(max(-(-seqlen // unit), 1) * unit for seqlen in seqlens)
+    padded = padded_lengths(seqlens, cp_size=cp_size, tp_size=tp_size, rules=rules)
+    real = _with_tail(seqlens, padded)
     shards = torch.tensor(padded) // cp_size  # rows of each sequence on one rank
     sequences = torch.repeat_interleave(torch.arange(len(padded)), shards)
     row = (
         torch.arange(len(sequences)) - _boundaries(shards.tolist())[sequences]
     )  # inside the shard
     ranks = torch.arange(cp_size).unsqueeze(-1)
-    positions = _zigzag(row, shard=shards[sequences], cp_size=cp_size, cp_rank=ranks)
-    tokens = _boundaries(seqlens)[sequences] + positions
-    tokens = tokens.masked_fill(positions >= torch.tensor(seqlens)[sequences], -1)
+    cut = _contiguous if rules.layout == "contiguous" else _zigzag
+    positions = cut(row, shard=shards[sequences], cp_size=cp_size, cp_rank=ranks)
+    tokens = _boundaries(real)[sequences] + positions
+    tokens = tokens.masked_fill(positions >= torch.tensor(real)[sequences], -1)
     return PackLayout(seqlens, padded, tokens, positions, sequences.expand(cp_size, -1))
 
 
@@ -84,7 +123,9 @@ class RankIndex:
         position_ids: int64 [T].
         token_slots: int64 [N], where each token lies once every rank's real rows are laid side
             by side, each rank taking `max_real_rows` places and filling the first of them.
-        cu_seqlens_padded: int32 [S + 1], of the whole pack, before the split over ranks.
+        cu_seqlens, cu_seqlens_padded: int32 [O], of the whole pack, before the split over ranks:
+            real tokens alone, and padding counted to the sequence before it.
+        layout: how sequences are cut.
     """
 
     seqlens: tuple[int, ...]
@@ -95,7 +136,9 @@ class RankIndex:
     position_ids: Tensor
     token_slots: Tensor
     max_real_rows: int
+    cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
+    layout: str
 
 
 @lru_cache(maxsize=64)
@@ -105,6 +148,7 @@ def rank_index(
     cp_size: int,
     cp_rank: int,
     tp_size: int = 1,
+    rules: PackRules = DEFAULT_RULES,
     device: torch.device = _CPU,
 ) -> RankIndex:
     """The index maps of one rank; the last few are kept, so a repeated batch costs nothing.
@@ -112,7 +156,8 @@ def rank_index(
     >>> rank_index((3, 2), cp_size=2, cp_rank=1).real_rows
     tensor([0, 1, 2])
     """
-    layout = pack_layout(seqlens, cp_size=cp_size, tp_size=tp_size)
+    layout = pack_layout(seqlens, cp_size=cp_size, tp_size=tp_size, rules=rules)
+    num_offsets = rules.num_offsets(len(seqlens), num_padded=len(layout.padded))
     real = layout.tokens >= 0
     max_real_rows = int(real.sum(-1).max())
     slots = torch.arange(cp_size).unsqueeze(-1) * max_real_rows + real.cumsum(-1) - 1
@@ -127,8 +172,20 @@ def rank_index(
         position_ids=layout.positions[cp_rank].to(device),
         token_slots=token_slots.to(device),
         max_real_rows=max_real_rows,
-        cu_seqlens_padded=_boundaries(layout.padded).int().to(device),
+        cu_seqlens=_offsets(seqlens, num_offsets).to(device),
+        cu_seqlens_padded=_offsets(layout.padded, num_offsets).to(device),
+        layout=rules.layout,
     )
+
+
+def _with_tail(seqlens: tuple[int, ...], padded: tuple[int, ...]) -> tuple[int, ...]:
+    """Real lengths with a 0 for the sequence that is all padding, where there is one."""
+    return seqlens + (0,) * (len(padded) - len(seqlens))
+
+
+def _contiguous(row: Tensor, *, shard: Tensor, cp_size: int, cp_rank: Tensor) -> Tensor:
+    """As `_zigzag`, one chunk a rank."""
+    return cp_rank * shard + row
 
 
 def _zigzag(row: Tensor, *, shard: Tensor, cp_size: int, cp_rank: Tensor) -> Tensor:
@@ -143,3 +200,8 @@ def _zigzag(row: Tensor, *, shard: Tensor, cp_size: int, cp_rank: Tensor) -> Ten
 def _boundaries(seqlens: Sequence[int]) -> Tensor:
     """Running sum from 0: int64 [S + 1]."""
     return torch.tensor([0, *seqlens]).cumsum(0)
+
+
+def _offsets(seqlens: Sequence[int], num_offsets: int) -> Tensor:
+    """Running sum from 0, the last one repeated: int32 [num_offsets + 1]."""
+    return _boundaries([*seqlens, *[0] * (num_offsets - len(seqlens))]).int()

@@ -13,6 +13,7 @@ from .collectives import gather_replicated
 from .layout import RankIndex, rank_index
 from .megatron.packed import PackedSeqParams, packed_seq_params
 from .pack import jagged, next_token_labels, pack_rows, seqlens_of
+from .rules import DEFAULT_RULES, PackRules
 
 NO_LABEL = -100  # where a sequence ends, and in padding
 
@@ -43,18 +44,24 @@ def preprocess_thd_engine(
     *,
     cp_group: dist.ProcessGroup,
     tp_size: int = 1,
+    rules: PackRules = DEFAULT_RULES,
+    cu_seqlens: str = "padded",
     fill: Mapping[str, float] | None = None,
     labels_of: str | None = None,
 ) -> PackedRow:
-    """Pack jagged tensors for this CP rank, zigzag per sequence.
+    """Pack jagged tensors for this CP rank, each sequence cut by itself.
 
     Args:
         tensors: jagged [S, L, ...], all of the same lengths.
         cp_group: the micro-batch's group; of size 1 when CP is off.
         tp_size: with sequence parallelism, packs divide by it as well.
+        rules: how sequences are cut, and what is padded to what.
+        cu_seqlens: offsets that attention is given, "padded" or "real"; see `packed_seq_params`.
         fill: by name, what padded rows hold; 0 where not named.
         labels_of: name of the ids whose next tokens are packed as "labels", shifted inside each
             sequence before the split, `NO_LABEL` where there is none.
+    Raises:
+        ValueError: what `rules` ask for cannot be had, or more than this Megatron knows.
     """
     values = {name: tensor.values() for name, tensor in tensors.items()}
     seqlens = seqlens_of(next(iter(tensors.values())))
@@ -66,12 +73,14 @@ def preprocess_thd_engine(
         cp_size=cp_group.size(),
         cp_rank=cp_group.rank(),
         tp_size=tp_size,
+        rules=rules,
         device=next(iter(values.values())).device,
     )
     rows = {
         name: pack_rows(flat, index, pad_value=fill.get(name, 0)) for name, flat in values.items()
     }
-    return PackedRow(rows, packed_seq_params(index, cp_group), index, cp_group)
+    params = packed_seq_params(index, cp_group, cu_seqlens=cu_seqlens)
+    return PackedRow(rows, params, index, cp_group)
 
 
 def postprocess_thd_engine(real_rows: Tensor, packed: PackedRow) -> Tensor:
@@ -82,12 +91,8 @@ def postprocess_thd_engine(real_rows: Tensor, packed: PackedRow) -> Tensor:
     """
     index = packed.index
     if packed.cp_group.size() == 1:
-        return jagged(real_rows, _real_seqlens(index))
+        return jagged(real_rows, index.seqlens)
     missing = index.max_real_rows - len(real_rows)
     level = torch.cat([real_rows, real_rows.new_zeros(missing, *real_rows.shape[1:])])
     gathered = gather_replicated(level, packed.cp_group) if index.max_real_rows else level
-    return jagged(gathered.index_select(0, index.token_slots), _real_seqlens(index))
-
-
-def _real_seqlens(index: RankIndex) -> tuple[int, ...]:
-    return index.seqlens if len(index.token_slots) else ()
+    return jagged(gathered.index_select(0, index.token_slots), index.seqlens)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..collectives import gather_distinct
 from ..layout import pack_layout
+from ..rules import PackRules
 
 BLOCK = 512  # rows of a block of scores
 
@@ -59,12 +60,17 @@ class ExactAttention(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, G, D] → [T, H * D]."""
+        """query [T, H, D], key and value [T, G, D] → [T, H * D].
+
+        `packed_seq_params.layout` names the layout if it is not the zigzag.
+        """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("ExactAttention takes packed sequences (qkv_format='thd') only")
         group = packed_seq_params.cp_group
         cp_size, cp_rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        padded = tuple(packed_seq_params.cu_seqlens_q_padded.diff().tolist())
+        lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
+        padded = tuple(length for length in lengths if length)  # a repeated offset is no sequence
+        layout = getattr(packed_seq_params, "layout", "zigzag")
         if cp_size > 1:
             key, value = gather_distinct(torch.stack([key, value], 1), group).unbind(1)
         out: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
@@ -72,21 +78,23 @@ class ExactAttention(nn.Module):
             key,
             value,
             self.softmax_scale,
-            visible_blocks(padded, cp_size=cp_size, cp_rank=cp_rank),
+            visible_blocks(padded, cp_size=cp_size, cp_rank=cp_rank, layout=layout),
         )
         return out.flatten(1)
 
 
 @lru_cache(maxsize=16)
-def visible_blocks(padded: tuple[int, ...], *, cp_size: int, cp_rank: int) -> tuple[Block, ...]:
+def visible_blocks(
+    padded: tuple[int, ...], *, cp_size: int, cp_rank: int, layout: str = "zigzag"
+) -> tuple[Block, ...]:
     """Blocks of (query rows, key rows, hidden [q, k]) in which any query sees any key.
 
     Query rows are this rank's, key rows those of all ranks side by side. A query sees the keys of
     its own sequence up to its own position. `hidden` is None where all is seen, so that masks too
     grow linearly with the number of keys.
     """
-    layout = pack_layout(padded, cp_size=cp_size)
-    rows = layout.positions.shape[1]
+    table = pack_layout(padded, cp_size=cp_size, rules=PackRules(layout=layout))
+    rows = table.positions.shape[1]
     keys = [
         (slice(rank * rows + block.start, rank * rows + block.stop), rank, block)
         for rank in range(cp_size)
@@ -95,11 +103,11 @@ def visible_blocks(padded: tuple[int, ...], *, cp_size: int, cp_rank: int) -> tu
     visible = []
     for q in _blocks(rows):
         q_sequence, q_position = (
-            layout.sequences[cp_rank, q, None],
-            layout.positions[cp_rank, q, None],
+            table.sequences[cp_rank, q, None],
+            table.positions[cp_rank, q, None],
         )
         for place, rank, k in keys:
-            k_sequence, k_position = layout.sequences[rank, k], layout.positions[rank, k]
+            k_sequence, k_position = table.sequences[rank, k], table.positions[rank, k]
             if q_sequence[-1] < k_sequence[0] or k_sequence[-1] < q_sequence[0]:
                 continue  # rows are in sequence order, so these two share none
             hidden = (q_sequence != k_sequence) | (q_position < k_position)

@@ -25,6 +25,7 @@ class MegatronFeatures:
     Args:
         version: as it calls itself.
         packed_cp_group: `PackedSeqParams` declares `cp_group`.
+        pad_between_seqs: `PackedSeqParams` can say that there is padding between sequences.
         size_beside_group: modules follow the packed group only if `local_cp_size` is given too.
         group_keyword: of `initialize_model_parallel`, makes Megatron's own groups; None if it
             has no dynamic CP.
@@ -33,6 +34,7 @@ class MegatronFeatures:
 
     version: str
     packed_cp_group: bool
+    pad_between_seqs: bool
     size_beside_group: bool
     group_keyword: str | None
     group_getter: str | None
@@ -49,6 +51,7 @@ def features() -> MegatronFeatures:
     return MegatronFeatures(
         version=megatron.core.__version__,
         packed_cp_group="cp_group" in packed,
+        pad_between_seqs="pad_between_seqs" in packed,
         size_beside_group=dynamic,
         group_keyword=f"{name}_context_parallel" if name else None,
         group_getter=f"get_{name}_data_context_parallel_groups" if name else None,

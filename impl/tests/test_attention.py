@@ -13,6 +13,7 @@ from torch import Tensor
 from impl.layout import pack_layout
 from impl.megatron import attention
 from impl.megatron.attention import ExactAttention, visible_blocks
+from impl.rules import PackRules
 
 H, G, D = 4, 2, 3  # query heads, KV heads, head size
 SCALE = 0.7
@@ -69,16 +70,24 @@ def _params(padded: tuple[int, ...], group: FakeGroup | None) -> SimpleNamespace
 
 
 def _by_ranks(
-    query: Tensor, key: Tensor, value: Tensor, padded: tuple[int, ...], cp_size: int, monkeypatch
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padded: tuple[int, ...],
+    cp_size: int,
+    monkeypatch,
+    layout: str = "zigzag",
 ) -> Tensor:
     """The module's output [N, H * D] of all ranks, tokens back in order."""
-    tokens = pack_layout(padded, cp_size=cp_size).tokens
+    tokens = pack_layout(padded, cp_size=cp_size, rules=PackRules(layout=layout)).tokens
     everything = torch.stack([key, value], 1)[tokens.flatten()]
     monkeypatch.setattr(attention, "gather_distinct", lambda stacked, group: everything)
     out = torch.empty(len(query), H * D, dtype=query.dtype)
     for rank, mine in enumerate(tokens):
         group = FakeGroup(cp_size, rank)
         params = _params(padded, group)
+        if layout != "zigzag":
+            params.layout = layout
         rows = _module()(query[mine], key[mine], value[mine], None, packed_seq_params=params)
         out = out.index_copy(0, mine, rows)
     return out
@@ -100,6 +109,42 @@ def test_gradients_are_those_of_softmax_attention(padded, cp_size, block, monkey
     expected = torch.autograd.grad(_plain(q, k, v, padded), inputs, dout)
     for gradient, truth in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, truth, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("padded", "cp_size"), [((7, 1, 12), 1), ((8, 2, 22), 2), ((9, 3), 3)])
+def test_contiguous_layout_equals_softmax_attention_too(
+    padded, cp_size, block, monkeypatch
+) -> None:
+    q, k, v = inputs = [tensor.requires_grad_() for tensor in _inputs(padded)]
+    out = _by_ranks(q, k, v, padded, cp_size, monkeypatch, layout="contiguous")
+    torch.testing.assert_close(out, _plain(q, k, v, padded), rtol=1e-13, atol=1e-14)
+    dout = _random(padded, H, 3).flatten(1)
+    found = torch.autograd.grad(out, inputs, dout)
+    expected = torch.autograd.grad(_plain(q, k, v, padded), inputs, dout)
+    for gradient, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, truth, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("group", [None, FakeGroup(1, 0)], ids=["no_group", "cp1"])
+@pytest.mark.parametrize("lengths", [(5, 3, 0, 0), (5, 0, 3)], ids=["tail", "between"])
+def test_repeated_offsets_are_no_sequences(lengths, group, block) -> None:
+    inputs = _inputs((5, 3))
+    out = _module()(*inputs, None, packed_seq_params=_params(lengths, group))
+    assert torch.equal(out, _module()(*inputs, None, packed_seq_params=_params((5, 3), group)))
+
+
+def test_repeated_offsets_are_no_sequences_on_any_rank(monkeypatch) -> None:
+    """Rank 1 of 2 holds positions 2, 3, 4, 5 and 1, 2 of the two sequences."""
+    q, k, v = _inputs((8, 4))
+    tokens = pack_layout((8, 4), cp_size=2).tokens
+    everything = torch.stack([k, v], 1)[tokens.flatten()]
+    monkeypatch.setattr(attention, "gather_distinct", lambda stacked, group: everything)
+    params = _params((8, 4, 0, 0, 0), FakeGroup(2, 1))
+    mine = tokens[1]
+    out = _module()(q[mine], k[mine], v[mine], None, packed_seq_params=params)
+
+    expected = _plain(q, k, v, (8, 4))[mine]
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-14)
 
 
 def test_gradients_are_those_of_finite_differences(monkeypatch) -> None:
