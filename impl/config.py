@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from .rules import LAYOUTS
+
 SCHEDULERS = ("uniform",)
-LAYOUTS = ("zigzag",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,8 @@ class DynamicCPConfig:
             the smallest CP size at which its longest sequence keeps to it.
         dynamic_context_parallel: off means that every micro-batch runs at `min_cp_size`.
         scheduler: "uniform", one CP size for all groups of a micro-batch.
-        layout: "zigzag", chunk r and its mirror on rank r.
+        layout: "zigzag", chunk r and its mirror on rank r; "contiguous", chunk r on rank r, which
+            Megatron refuses above CP size 1. For `PackRules.layout`.
         min_cp_size, max_cp_size: bounds on the CP size; no upper bound if None.
     Raises:
         ValueError: a value that cannot be, by name.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from impl.config import DynamicCPConfig
+from impl.rules import PackRules
 
 LIMIT: dict[str, Any] = {"max_seqlen_per_dp_cp_rank": 4096}
 
@@ -53,12 +54,17 @@ def test_settings_cannot_be_changed_afterwards() -> None:
             "dynamic_context_parallel='no' must be true or false",
         ),
         ({"scheduler": "greedy"}, "scheduler='greedy' is not one of "),
-        ({"layout": "stripes"}, "layout='stripes' is not one of zigzag"),
+        ({"layout": "stripes"}, "layout='stripes' is not one of zigzag, contiguous"),
     ],
 )
 def test_value_that_cannot_be_is_refused_by_name(settings, words) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         DynamicCPConfig(**{**LIMIT, **settings})
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_every_layout_of_packs_can_be_asked_for(layout) -> None:
+    assert DynamicCPConfig(**LIMIT, layout=layout).layout == PackRules(layout=layout).layout
 
 
 def test_mapping_gives_the_same_settings() -> None:
