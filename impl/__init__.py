@@ -2,6 +2,10 @@
 
 config     settings, checked when they are made
 schedule   lengths → CP size → samples of every group
+plan       which ranks run which samples, in which order: plain data
+planner    lengths → the plan of a step, by the scheduler that the settings name
+balance    the balanced scheduler; cost, packing and tiling are its parts
+validate   whether a plan can be run
 groups     a process group for every CP size
 split      the whole batch → this rank's sub-batch
 layout     which token sits in which row of which rank

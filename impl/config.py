@@ -11,7 +11,7 @@ import yaml
 
 from .rules import LAYOUTS
 
-SCHEDULERS = ("uniform",)
+SCHEDULERS = ("uniform", "balanced", "megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,12 @@ class DynamicCPConfig:
     """How dynamic context parallelism cuts a batch.
 
     Args:
-        max_seqlen_per_dp_cp_rank: tokens of one sequence that a rank may hold; a micro-batch gets
-            the smallest CP size at which its longest sequence keeps to it.
+        max_seqlen_per_dp_cp_rank: tokens that a rank may hold. Of one sequence, before padding,
+            for "uniform": a micro-batch gets the smallest CP size at which its longest sequence
+            keeps to it. Of a whole pack, padding included, for the others.
         dynamic_context_parallel: off means that every micro-batch runs at `min_cp_size`.
-        scheduler: "uniform", one CP size for all groups of a micro-batch.
+        scheduler: "uniform", one micro-batch with one CP size for all its groups; "balanced",
+            micro-batches of groups of mixed sizes; "megatron", what the installed one plans.
         layout: "zigzag", chunk r and its mirror on rank r; "contiguous", chunk r on rank r, which
             Megatron refuses above CP size 1. For `PackRules.layout`.
         min_cp_size, max_cp_size: bounds on the CP size; no upper bound if None.
@@ -60,6 +62,11 @@ class DynamicCPConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
                 )
+
+    @property
+    def highest_cp_size(self) -> int | None:
+        """Upper bound on the CP size: with dynamic CP off, the lower one."""
+        return self.max_cp_size if self.dynamic_context_parallel else self.min_cp_size
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> DynamicCPConfig:
