@@ -85,6 +85,7 @@ def test_shard_multiple_by_hand(asked, cp_size, tp_size, rows) -> None:
         ({"pack_multiple": 7, "layout": "contiguous"}, 6, 2, 1, 7),
         ({"pack_multiple": 4, "sequence_multiple": 6}, 6, 2, 1, 12),
         ({"pack_buckets": (16, 24, 64)}, 0, 2, 1, 16),
+        ({"pack_buckets": (1, 16)}, 0, 2, 1, 16),  # a row is no shard
         ({"pack_buckets": (16, 24, 64)}, 16, 2, 1, 16),
         ({"pack_buckets": (16, 24, 64)}, 18, 2, 1, 24),
         ({"pack_buckets": (16, 24, 64)}, 26, 2, 1, 64),
