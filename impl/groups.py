@@ -50,6 +50,21 @@ class CPGroups:
         check_cp_size(cp_size, world_size=self.world_size)
         return self.by_size[cp_size]
 
+    def of_ranks(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these DP×CP ranks, of which this rank is one.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        group = self.by_size.get(len(ranks))
+        first = self.dp_cp_rank - group.rank() if group is not None else 0
+        if group is None or tuple(ranks) != tuple(range(first, first + len(ranks))):
+            raise ValueError(
+                f"{list(ranks)} is no CP group of rank {self.dp_cp_rank} among "
+                f"{self.world_size} DP×CP ranks"
+            )
+        return group
+
     def check_same_plan(self, plan_hash: int) -> None:
         """Compare a plan hash over all ranks.
 

@@ -75,20 +75,3 @@ class ParallelLayout:
             for pp in range(self.pp_size)
             for tp in range(self.tp_size)
         ]
-
-    def check_model(self, **sizes: int) -> None:
-        """Whether sizes of a model divide evenly.
-
-        Args:
-            sizes: by name; "num_layers" is divided over stages and chunks, others over TP ranks.
-        """
-        for name, size in sizes.items():
-            layers = name == "num_layers"
-            parts = self.pp_size * self.vpp_size if layers else self.tp_size
-            if size % parts:
-                of = (
-                    f"pp_size={self.pp_size} * vpp_size={self.vpp_size}"
-                    if layers
-                    else (f"tp_size={self.tp_size}")
-                )
-                raise ValueError(f"{name}={size} is not a multiple of {of}")

@@ -97,16 +97,29 @@ def build_gpt_chunks(
     Raises:
         ValueError: sizes that do not divide evenly.
     """
-    layout.check_model(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        ffn_size=config.ffn_size,
-        vocab_size=config.vocab_size,
-    )
+    check_divisible(config, layout)
     settings = _transformer_config(config, layout)
     stages = range(layout.vpp_size) if layout.vpp_size > 1 else (None,)
     return [_chunk(config, settings, max_seqlen, vp_stage) for vp_stage in stages]
+
+
+def check_divisible(config: GPTConfig, layout: ParallelLayout) -> None:
+    """Whether layers divide evenly over stages and chunks, and all else over TP ranks.
+
+    Raises:
+        ValueError: the first size that does not, by name.
+    """
+    chunks = layout.pp_size * layout.vpp_size
+    if config.num_layers % chunks:
+        raise ValueError(
+            f"num_layers={config.num_layers} is not a multiple of pp_size={layout.pp_size} * "
+            f"vpp_size={layout.vpp_size}"
+        )
+    for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
+        if getattr(config, name) % layout.tp_size:
+            raise ValueError(
+                f"{name}={getattr(config, name)} is not a multiple of tp_size={layout.tp_size}"
+            )
 
 
 def _chunk(

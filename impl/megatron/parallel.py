@@ -32,6 +32,7 @@ def model_parallel(
             f"megatron-core {features().version} makes no dynamic CP groups; 0.16.0 and later do"
         )
     keywords = {keyword: True} if megatron_groups and keyword else {}
+    before = {name: value for name, value in vars(parallel_state).items() if name.isupper()}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
@@ -46,6 +47,7 @@ def model_parallel(
         for name in ("_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"):
             # 0.16.1 to 0.19.2 leave them behind, for the next layout to find
             getattr(parallel_state, name, {}).clear()
+        vars(parallel_state).update(before)  # rank lists and some groups are left behind too
 
 
 def megatron_cp_group(cp_size: int) -> dist.ProcessGroup | None:

@@ -1,0 +1,244 @@
+"""The engine's steps against the oracle: loss, outputs, raw gradients, on every parallel layout.
+
+Ranks compute, this process judges. One world of processes for each world size runs all its cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from reference.batch import Batch as OracleBatch
+from reference.batch import Loss, Result
+from reference.config import ModelConfig
+from reference.evaluate import evaluate
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from conformance.selftest.engine_ranks import ENTROPY_COEFF, Batch, Case, run_rank
+from impl.parallel import ParallelLayout
+from impl.scale import Road
+
+BUDGET = 1e-9
+FLOAT32_ROUNDING = 2**-23  # in which Megatron keeps the norm, whatever the gradients are in
+TIME_LIMIT = 120  # seconds, for all cases of a world
+
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_size": 24,
+    "vocab_size": 48,
+}
+BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
+BATCH = Batch((5, 13, 24, 1, 9, 17, 11, 2, 7, 3))
+
+FOUR = (
+    (((0, 1, 2, 3), (2, 5)),),
+    (((0, 1), (1,)), ((2,), (6,)), ((3,), (4, 3))),
+    (((0,), (0,)), ((1,), (7,)), ((2, 3), (8, 9))),
+)
+TWO = (
+    (((0, 1), (2, 5, 1)),),
+    (((0,), (4, 6, 3)), ((1,), (0, 7, 8, 9))),
+)
+ONE = ((((0,), (2, 5, 1, 3)),), (((0,), (4, 6, 0, 7, 8, 9)),))
+CUT_IN_1 = ((((0, 1), (0, 1, 2, 3, 4, 5)), ((2, 3), (6, 7, 8, 9))),)
+CUT_IN_2 = (
+    (((0, 1), (0, 1, 2)), ((2, 3), (6, 7))),
+    (((0, 1), (3, 4, 5)), ((2, 3), (8, 9))),
+)
+CUT_IN_5 = tuple(
+    (((0, 1), first), ((2,), second), ((3,), third))
+    for first, second, third in (
+        ((2,), (0,), (1,)),
+        ((3, 4), (), (5,)),
+        ((6,), (7,), ()),
+        ((8,), (), ()),
+        ((9,), (), ()),
+    )
+)
+
+
+def _layout(**sizes: Any) -> dict[str, Any]:
+    return {"layout": ParallelLayout(**sizes)}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "dp4": {},
+    "cut_in_1": {"micro_batches": CUT_IN_1},
+    "cut_in_2": {"micro_batches": CUT_IN_2},
+    "cut_in_5": {"micro_batches": CUT_IN_5},
+    "all_masked": {"batch": replace(BATCH, masked="all")},
+    "rank_without_valid_tokens": {
+        "batch": replace(BATCH, masked="first"),
+        "micro_batches": ((((0,), (0,)), ((1,), (1, 2, 3)), ((2, 3), (4, 5, 6, 7, 8, 9))),),
+    },
+    "sequence_mean": {"aggregation": "sequence-mean"},
+    "recompute": _layout(recompute=True),
+    "adam": {"adam": True},
+    "distributed_optimizer": {"adam": True, **_layout(distributed_optimizer=True)},
+    "static2": _layout(static_cp_size=2),
+    "static4": _layout(static_cp_size=4),
+    "two_values": {"road": Road(num_values=2, per_token=False, ddp_averages=True)},
+    "two_values-static2": {
+        "road": Road(num_values=2, per_token=False, ddp_averages=True),
+        **_layout(static_cp_size=2),
+    },
+    "two_values-per_token": {"road": Road(num_values=2)},
+    "three_values-no_per_token": {"road": Road(per_token=False, ddp_averages=True)},
+    "tp2": {"micro_batches": TWO, **_layout(tp_size=2)},
+    "tp2-sp": {"micro_batches": TWO, **_layout(tp_size=2, sequence_parallel=True)},
+    "tp2-sp-qk_norm": {
+        "micro_batches": TWO,
+        "model": {**MODEL, "qk_norm": True},
+        **_layout(tp_size=2, sequence_parallel=True),
+    },
+    "tp3-sp": {
+        "micro_batches": ONE,
+        "model": {**MODEL, "num_heads": 6, "num_kv_heads": 3},
+        **_layout(tp_size=3, sequence_parallel=True),
+    },
+    "tp4": {
+        "micro_batches": ONE,
+        "model": {**MODEL, "num_kv_heads": 4, "norm": "layernorm", **BIASES},
+        **_layout(tp_size=4),
+    },
+    "pp2": {"micro_batches": TWO, **_layout(pp_size=2)},
+    "pp2-tied": {
+        "micro_batches": TWO,
+        "model": {**MODEL, "tied": True},
+        **_layout(pp_size=2),
+    },
+    "pp2-vpp2": {"micro_batches": TWO, **_layout(pp_size=2, vpp_size=2)},
+    "pp2-vpp2-recompute": {
+        "micro_batches": TWO,
+        **_layout(pp_size=2, vpp_size=2, recompute=True),
+    },
+    "pp4": {"micro_batches": ONE, **_layout(pp_size=4)},
+    "tp2-pp2-cp2": {
+        "micro_batches": TWO,
+        **_layout(
+            tp_size=2,
+            pp_size=2,
+            sequence_parallel=True,
+            recompute=True,
+            distributed_optimizer=True,
+        ),
+    },
+    "tp2-pp2-vpp2-static2": {
+        "micro_batches": TWO,
+        **_layout(tp_size=2, pp_size=2, vpp_size=2, static_cp_size=2),
+    },
+    "tp2-sp-dp4": _layout(tp_size=2, sequence_parallel=True),
+    "pp2-dp4": _layout(pp_size=2),
+}
+ALL = {
+    name: Case(**{"batch": BATCH, "micro_batches": FOUR, "model": MODEL, **case})
+    for name, case in CASES.items()
+}
+ADAM_CASES = [name for name, case in ALL.items() if case.adam]
+EVERY_CASE = pytest.mark.parametrize("name", ALL)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """Of every case: what each rank found."""
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload(["conformance.selftest.engine_ranks"])
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world_size in sorted({case.world_size for case in ALL.values()}):
+        cases = {name: case for name, case in ALL.items() if case.world_size == world_size}
+        folder = tmp_path_factory.mktemp(f"world_{world_size}")
+        ranks = [
+            fork.Process(target=run_rank, args=(rank, str(folder), cases), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(TIME_LIMIT)
+            process.kill()
+        by_rank = [torch.load(folder / f"rank_{rank}.pt") for rank in range(world_size)]
+        found |= {name: [rank[name] for rank in by_rank] for name in cases}
+    return found
+
+
+@functools.cache
+def _expected(name: str) -> Result:
+    case = ALL[name]
+    drawn = case.batch.draw()
+    lengths = list(case.batch.seqlens)
+    ids, mask, temperature = (
+        drawn[name].split(lengths) for name in ("input_ids", "loss_mask", "temperature")
+    )
+    batch = OracleBatch(ids, mask, tuple(float(each[0]) for each in temperature))
+    loss = Loss(case.aggregation, ENTROPY_COEFF)
+    return evaluate(ModelConfig(**case.model), case.weights(), batch, loss)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest error over the largest expected value."""
+    scale = expected.abs().max().clamp(min=1e-300) if expected.any() else 1.0
+    return float(((found - expected).abs() / scale).nan_to_num(nan=float("inf")).max())
+
+
+@EVERY_CASE
+def test_gradients_are_those_of_the_unsharded_batch(results, name) -> None:
+    expected = _expected(name).gradients
+    for rank in results[name]:
+        errors = {key: _error(value, expected[key]) for key, value in rank["gradients"].items()}
+        assert {key: error for key, error in errors.items() if error > BUDGET} == {}
+
+
+@EVERY_CASE
+def test_every_weight_has_a_gradient_on_some_stage(results, name) -> None:
+    found = {key for rank in results[name] for key in rank["gradients"]}
+
+    assert found == set(_expected(name).gradients)
+
+
+@EVERY_CASE
+def test_loss_is_that_of_the_unsharded_batch_on_every_rank(results, name) -> None:
+    expected = _expected(name).loss
+    for rank in results[name]:
+        assert _error(rank["loss"], expected) <= BUDGET
+
+
+@EVERY_CASE
+def test_outputs_come_in_input_order_on_the_last_stage(results, name) -> None:
+    expected = _expected(name)
+    last = [rank["outputs"] for rank in results[name] if rank["outputs"]]
+
+    assert len(last) == ALL[name].world_size // ALL[name].layout.pp_size
+    for outputs in last:
+        assert _error(outputs["logprobs"], torch.cat(expected.logprobs)) <= BUDGET
+        assert _error(outputs["entropy"], torch.cat(expected.entropy)) <= BUDGET
+
+
+@EVERY_CASE
+def test_metrics_count_each_group_once(results, name) -> None:
+    batch = ALL[name].batch
+    mask = batch.draw()["loss_mask"].split(list(batch.seqlens))
+    expected = sum(int(each[1:].sum()) for each in mask)
+    for rank in results[name]:
+        assert rank["metrics"] in ({}, {"valid": expected})
+
+
+@pytest.mark.parametrize("name", ADAM_CASES)
+def test_gradient_norm_is_that_of_the_unsharded_batch(results, name) -> None:
+    expected = torch.cat([each.flatten() for each in _expected(name).gradients.values()]).norm()
+    for rank in results[name]:
+        assert rank["norm"] == pytest.approx(float(expected), rel=FLOAT32_ROUNDING)
+
+
+def test_wholly_masked_batch_has_gradients_of_exactly_zero(results) -> None:
+    for rank in results["all_masked"]:
+        assert not any(gradient.any() for gradient in rank["gradients"].values())

@@ -1,0 +1,273 @@
+"""One training step with dynamic CP: the whole batch in, exact gradients and outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .collect import collect_outputs, collect_sums
+from .collectives import all_gather
+from .forward import LogitsProcessor, process_logits, run_pack
+from .groups import create_cp_groups, destroy_cp_groups
+from .megatron import training
+from .megatron.cpu import cpu_training_mode
+from .megatron.model import GPTConfig, check_divisible
+from .megatron.parallel import model_parallel
+from .megatron.weights import hf_gradients, hf_parameters, split_dim
+from .parallel import ParallelLayout
+from .scale import MAIN_ROAD, Counts, Road, loss_factor
+from .split import common_seqlens, select_samples
+from .step import PaddingOnly, StepGroup, StepPlan
+from .thd import PackedRow, preprocess_thd_engine
+
+LossFn = Callable[
+    [Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]
+]
+"""Outputs and inputs of a CP group's sequences (jagged, by name) → its part of the loss of the
+batch, and its parts of any metrics. Parts of all groups are added up, with nothing to divide by:
+weights made by `impl.loss.prediction_weights` before the batch is cut see to that."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed, for reading only.
+
+    Args:
+        loss: float64 scalar of the whole batch, on every rank; no factor of Megatron's is in it.
+        metrics, outputs: of the whole batch in input order, jagged [S, L, ...], on the ranks of
+            the last pipeline stage; elsewhere empty.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _MicroBatch:
+    plan: StepGroup
+    inputs: Mapping[str, Tensor]
+    packed: PackedRow
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class _Report:
+    values: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+
+class Engine:
+    """A model that trains with dynamic CP on Megatron's schedules, in float64 on the CPU.
+
+    Made and closed on every rank of the default process group together. Megatron's model-parallel
+    state is global and lives as long as the engine, so there can be one at a time.
+
+    Args:
+        layout: how the model is spread.
+        model, weights: what is trained, from Hugging Face names of the whole model.
+        road: how the loss reaches Megatron; gradients are the same on all of them.
+        optimizer: keywords of Megatron's `OptimizerConfig`; none means gradients only.
+        timeout: limit of a collective in a CP group.
+    Raises:
+        UnsupportedMegatron: the installed one lacks something, before any collective.
+        ValueError: world, model, layout or road do not go together, likewise.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: ParallelLayout,
+        model: GPTConfig,
+        weights: Mapping[str, Tensor],
+        road: Road = MAIN_ROAD,
+        optimizer: Mapping[str, Any] | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        training.check_megatron()
+        check_divisible(model, layout)
+        if road.ddp_averages == road.per_token:
+            raise ValueError(f"{road}: Megatron's data parallelism averages unless per_token")
+        places = layout.dp_cp_ranks(dist.get_world_size())
+        self.layout, self.model, self.road = layout, model, road
+        with ExitStack() as resources, cpu_training_mode():
+            resources.enter_context(model_parallel(layout))
+            self.groups = create_cp_groups(places, timeout=timeout)
+            resources.callback(destroy_cp_groups, self.groups)
+            self.chunks = training.build_chunks(model, weights, layout=layout, road=road)
+            self.optimizer = None
+            if optimizer is not None:
+                self.optimizer = training.build_optimizer(self.chunks, optimizer, layout=layout)
+            self.resources = resources.pop_all()
+
+    def close(self) -> None:
+        """Give back Megatron's state and the groups."""
+        self.resources.close()
+
+    def forward_backward_batch(
+        self,
+        batch: Mapping[str, Tensor],
+        loss_fn: LossFn,
+        *,
+        plan: StepPlan,
+        logits_processor: LogitsProcessor | None = None,
+        fill: Mapping[str, float] | None = None,
+        on_pack: Callable[[PackedRow], None] | None = None,
+        forward_only: bool = False,
+    ) -> StepResult:
+        """One step over a batch that every rank has; gradients of earlier steps are cleared.
+
+        Afterwards `main_grad` holds the gradients of the loss of the unsharded batch, in absolute
+        scale, reduced over ranks.
+
+        Args:
+            batch: jagged [S, L, ...] by name, equal on all ranks; "input_ids" int64. What else is
+                in it goes to the logits processor (packed) and to `loss_fn` (per sequence).
+            plan: how the batch is cut.
+            logits_processor: as in `gptmodel_forward_model_engine`; with tensor parallelism its
+                logits are this rank's part of the vocabulary (`impl.vocab_parallel`).
+            fill: by name, what padded rows of the inputs hold. on_pack: called with every pack of
+                this rank before the first one runs, for inspection.
+        Raises:
+            ValueError: a batch or a plan that cannot be run. PlanMismatch: ranks have different
+                ones. Both before the model runs.
+        """
+        seqlens = common_seqlens(batch)
+        self._check_plan(plan, seqlens)
+        micro_batches = self._micro_batches(batch, plan, fill)
+        if on_pack is not None:
+            for one in micro_batches:
+                on_pack(one.packed)
+        with cpu_training_mode(), torch.set_grad_enabled(not forward_only):
+            if not forward_only:
+                for chunk in self.chunks:
+                    chunk.zero_grad_buffer()
+            step = partial(self._forward_step, logits_processor, loss_fn)
+            reports = training.run_schedule(
+                self.chunks, step, micro_batches, forward_only=forward_only
+            )
+            return self._result(reports, micro_batches, seqlens)
+
+    def optimizer_step(self) -> float | None:
+        """Megatron's optimizer on the gradients that are there; their norm before clipping."""
+        assert self.optimizer is not None, "the engine was made without an optimizer"
+        with cpu_training_mode():
+            _, norm, _ = self.optimizer.step()
+        return None if norm is None else float(norm)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients by Hugging Face name, whole tensors, of the layers on this pipeline stage."""
+        if self.layout.distributed_optimizer:
+            training.gather_sharded_gradients(self.chunks)
+        return self._whole(hf_gradients)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights by Hugging Face name, whole tensors, of the layers on this pipeline stage."""
+        return self._whole(hf_parameters)
+
+    def _whole(self, read: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
+        shard, group = training.tensor_shard(), training.tensor_parallel_group()
+        whole = {}
+        for chunk in self.chunks:
+            for name, part in read(chunk.module, self.model, shard=shard).items():
+                dim = split_dim(name)
+                whole[name] = (
+                    part.detach().clone()
+                    if dim is None
+                    else all_gather(part.detach().movedim(dim, 0), group).movedim(0, dim)
+                )
+        return whole
+
+    def _check_plan(self, plan: StepPlan, seqlens: tuple[int, ...]) -> None:
+        if (plan.seqlens, plan.world_size) != (seqlens, self.groups.world_size):
+            raise ValueError(
+                f"the plan is for lengths {list(plan.seqlens)} on {plan.world_size} ranks, the "
+                f"batch has {list(seqlens)} on {self.groups.world_size}"
+            )
+        if self.layout.pp_size > 1 and not plan.barriered:
+            raise ValueError("the plan is not barriered, as pp_size above 1 needs it to be")
+        self.groups.check_same_plan(plan.hash)
+
+    def _micro_batches(
+        self, batch: Mapping[str, Tensor], plan: StepPlan, fill: Mapping[str, float] | None
+    ) -> list[_MicroBatch]:
+        """This rank's, at least one; a multiple of the stages if they are interleaved."""
+        me = self.groups.dp_cp_rank
+        groups: list[StepGroup] = list(plan.for_rank(me))
+        unit = self.layout.pp_size if self.layout.vpp_size > 1 else 1
+        while not groups or len(groups) % unit:
+            groups.append(PaddingOnly((me,)))  # padding only
+        micro_batches = []
+        for group in groups:
+            inputs = {name: select_samples(one, group.samples) for name, one in batch.items()}
+            packed = preprocess_thd_engine(
+                inputs,
+                cp_group=self.groups.of_ranks(group.ranks),
+                tp_size=self.layout.pack_tp_size,
+                fill=fill,
+                labels_of="input_ids",
+            )
+            counts = self._counts(packed, plan, len(groups))
+            micro_batches.append(_MicroBatch(group, inputs, packed, counts))
+        return micro_batches
+
+    def _counts(self, packed: PackedRow, plan: StepPlan, num_microbatches: int) -> Counts:
+        return Counts(
+            local_tokens=len(packed.index.real_rows),
+            total_tokens=sum(plan.seqlens),  # each is a real row of one rank in one micro-batch
+            num_microbatches=num_microbatches,
+            num_ranks=self.groups.world_size,
+            static_cp_size=self.layout.static_cp_size,
+        )
+
+    def _forward_step(
+        self,
+        logits_processor: LogitsProcessor | None,
+        loss_fn: LossFn,
+        micro_batches: Iterator[_MicroBatch],
+        chunk: nn.Module,
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        one = next(micro_batches)
+        return run_pack(chunk, one.packed), partial(self._loss, logits_processor, loss_fn, one)
+
+    def _loss(
+        self,
+        logits_processor: LogitsProcessor | None,
+        loss_fn: LossFn,
+        one: _MicroBatch,
+        logits: Tensor,
+    ) -> tuple[Any, ...]:
+        """What Megatron asks of a loss function: two values or three."""
+        outputs = process_logits(logits, one.packed, logits_processor)
+        loss, metrics = loss_fn(outputs, one.inputs)
+        values = {"loss": loss.detach(), **metrics}
+        report = _Report(values, {name: output.detach() for name, output in outputs.items()})
+        connected = loss + logits.flatten()[:0].sum()  # a constant 0 would hang the other stages
+        scaled = connected * loss_factor(self.road, one.counts)
+        if self.road.num_values == 2:
+            return scaled, report
+        return scaled, torch.tensor(one.counts.local_tokens, dtype=torch.int32), report
+
+    def _result(
+        self,
+        reports: Sequence[_Report],
+        micro_batches: Sequence[_MicroBatch],
+        seqlens: tuple[int, ...],
+    ) -> StepResult:
+        values = {"loss": torch.zeros((), dtype=torch.float64)}
+        outputs: dict[str, Tensor] = {}
+        if training.is_last_stage():
+            groups, group = [one.plan for one in micro_batches], self.groups.dp_cp_group
+            values = collect_sums([report.values for report in reports], groups, group)
+            found = [report.outputs for report in reports]
+            outputs = collect_outputs(found, groups, seqlens=seqlens, dp_cp_group=group)
+        training.broadcast_from_last_stage(values["loss"])
+        return StepResult(values.pop("loss"), values, outputs)
