@@ -107,6 +107,12 @@ def test_broken_promise_is_named(micro_batches, words) -> None:
         validate(plan_of(*micro_batches), config=CONFIG)
 
 
+def test_cap_is_exact() -> None:
+    validate(plan_of([([0], [0])], seqlens=(8,), world_size=1), config=CONFIG)
+    with pytest.raises(ValueError, match=re.escape("samples [0] are 9 tokens a rank")):
+        validate(plan_of([([0], [0])], seqlens=(9,), world_size=1), config=CONFIG)
+
+
 def test_group_without_samples_is_refused_without_barriers() -> None:
     words = "micro-batch 1, ranks 2..3: no sample to run; leave the group out"
     plan = plan_of(GOOD[0], [([0, 1], [3, 4]), ([2, 3], [])], barriered=False)
