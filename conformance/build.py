@@ -191,7 +191,7 @@ def _shard(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
 
 def _rank(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:
     """Only the longest sequence, so that the ranks of all other groups have none."""
-    longest = case.seqlens.index(max(case.seqlens))
+    longest = case.seqlens.index(max(case.seqlens)) if case.seqlens else 0
     return tuple(
         torch.full((seqlen,), place == longest) for place, seqlen in enumerate(case.seqlens)
     )

@@ -14,13 +14,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from .lengths import COLUMNS, case_lengths
+from .lengths import COLUMNS, POISONS, REFUSALS, case_lengths
 
 MASKS = ("uneven", "full", "single", "shard", "rank", "none")
 TEMPERATURES = ("t1", "t0.7", "t2", "teach")
 LOSSES = ("tokenmean", "seqmean", "entropy")
 MODELS = ("llama", "qwen2", "qwen3", "starcoder2", "gptj", "mqa")
 _DEFAULTS = {"mask": "uneven", "temperature": "t1", "loss": "tokenmean", "model": "llama"}
+_PADDINGS = (
+    *(column for column in COLUMNS if column not in ("poisoned", "refused", "text")),
+    "few_one",
+    *(f"poisoned_{poison}" for poison in POISONS),
+    *(f"refused_{refusal}" for refusal in REFUSALS),
+)
 _CHOICES = {"mask": MASKS, "temperature": TEMPERATURES, "loss": LOSSES, "model": MODELS}
 
 
@@ -101,11 +107,20 @@ def parse_case(text: str) -> Case:
     case = Case(padding, int(world), cp)
     for extra in filter(None, extras.split("-")):
         case = _with_extra(case, extra, text)
-    if case.column not in (*COLUMNS, "own"):
-        raise ValueError(
-            f"{text!r}: padding {padding!r} is not one of {', '.join(COLUMNS)}, lensN_N"
-        )
+    _check_padding(padding, text)
     return case
+
+
+def _check_padding(padding: str, text: str) -> None:
+    """Refuse a padding case, or a kind of one, that does not exist."""
+    if padding.startswith("lens"):
+        lengths = padding.removeprefix("lens").split("_")
+        if not all(length.isdecimal() and int(length) for length in lengths):
+            raise ValueError(f"{text!r}: write lengths of 1 and more as lens5_13_1")
+    elif not re.fullmatch(r"text\d+", padding) and padding not in _PADDINGS:
+        raise ValueError(
+            f"{text!r}: padding {padding!r} is not one of {', '.join(_PADDINGS)}, text0, lens5_1"
+        )
 
 
 def _with_extra(case: Case, extra: str, text: str) -> Case:

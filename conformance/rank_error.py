@@ -22,6 +22,7 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).parent
 _TORCH_FOLDER = f"{_TORCH}{os.sep}"
 _COLLECTIVES_FOLDER = f"{_TORCH / 'distributed'}{os.sep}"
+_NOT_TO_BLAME = (_TORCH_FOLDER, str(_TORCH.parent / "typing_extensions.py"), "<frozen ")
 _LAUNCHER = {str(Path(__file__).with_name(name)) for name in ("worker.py", "wire.py")}
 _DUMPED_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
@@ -165,7 +166,7 @@ def _dumped_frames(stack: str) -> list[_Frame]:
 
 def _where(frames: list[_Frame]) -> str:
     outside = (
-        f for f in frames if not f.file.startswith(_TORCH_FOLDER) and f.file not in _LAUNCHER
+        f for f in frames if not f.file.startswith(_NOT_TO_BLAME) and f.file not in _LAUNCHER
     )
     return str(next(outside, frames[0] if frames else ""))
 

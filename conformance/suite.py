@@ -10,7 +10,7 @@ from .case import Case
 from .judge import Finding, judge
 from .pool import RankPools, RankReply
 from .protocol import Loss, Oracle, Outputs, Task
-from .rank_error import RankError
+from .rank_error import RankError, from_exception
 from .verdict import CheckResult, Verdict
 
 
@@ -32,7 +32,15 @@ class Suite:
     _truths: dict[tuple[object, ...], Outputs] = field(default_factory=dict)
 
     def verify(self, case: Case) -> list[CheckResult]:
-        """Run a case and judge it; whatever goes wrong in a rank is a verdict, nothing raises."""
+        """Run a case and judge it; whatever goes wrong is a verdict, nothing raises."""
+        try:
+            return self._verify(case)
+        except Exception as error:  # noqa: BLE001 - of the suite; the case must stay in the report
+            found = from_exception(error)
+            reason = f"the suite failed: {found.type}: {found.message}"
+            return [self._line(case, "suite", Verdict.FAIL, where=found.where, reason=reason)]
+
+    def _verify(self, case: Case) -> list[CheckResult]:
         task = self.builder.task(case)
         if case.expects_refusal:
             return [self._refused(case, task)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from .config import DynamicCPConfig
 from .groups import CPGroups
 from .pack import jagged, offsets_of, seqlens_of
+from .rules import DEFAULT_RULES, PackRules
 from .schedule import choose_local_cp_size, plan_hash, split_samples
 
 
@@ -25,7 +26,8 @@ class SubBatch:
         local_cp_size: the size chosen, recorded whatever the number of samples.
         cp_group: the ranks that share these samples.
         batch_seqlens: lengths of the whole batch. group_samples: sample indices of every group.
-        plan_hash: equal on all ranks if they were given the same batch and settings.
+        plan_hash: equal on all ranks if they were given the same lengths and settings.
+        rules: how its sequences are cut over the ranks.
     """
 
     tensors: Mapping[str, Tensor]
@@ -35,6 +37,7 @@ class SubBatch:
     batch_seqlens: tuple[int, ...]
     group_samples: tuple[tuple[int, ...], ...]
     plan_hash: int
+    rules: PackRules = DEFAULT_RULES
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -50,8 +53,14 @@ def dynamic_cp_split_batch(
     Args:
         batch: jagged tensors [S, L, ...] with equal lengths, the whole micro-batch.
     Raises:
-        ValueError: nothing to run, lengths that differ between tensors, or no CP size that fits.
+        ValueError: nothing to run, lengths that differ between tensors, no CP size that fits, or
+            a scheduler that plans whole steps.
     """
+    if config.scheduler != "uniform":
+        raise ValueError(
+            f"scheduler={config.scheduler!r} plans a whole step, not one micro-batch; use "
+            "impl.planner.make_plan, or scheduler='uniform'"
+        )
     seqlens = common_seqlens(batch)
     lowest = config.min_cp_size
     cp_size = choose_local_cp_size(
@@ -71,6 +80,7 @@ def dynamic_cp_split_batch(
         batch_seqlens=seqlens,
         group_samples=tuple(tuple(group) for group in samples),
         plan_hash=plan_hash(seqlens, cp_size=cp_size, samples=samples),
+        rules=PackRules(layout=config.layout),
     )
 
 

@@ -100,15 +100,24 @@ def open_rank(context: RankContext) -> Rank:
 
 
 def split_micro_batch(task: Task, micro_batch: MicroBatch, groups: CPGroups) -> SubBatch:
-    """This rank's part of a micro-batch, at the CP size that the suite asks for."""
+    """This rank's part of a micro-batch, at the CP size that the suite asks for.
+
+    A limit is set at which the rule itself must choose that size; where none can (a longest
+    sequence of one token does not need CP 4), the size is pinned.
+    """
     from impl.config import DynamicCPConfig
+    from impl.schedule import cp_sizes
     from impl.split import dynamic_cp_split_batch
 
-    seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
+    size = micro_batch.cp_size
+    longest = max((task.batch.seqlens[sample] for sample in micro_batch.samples), default=1)
+    limit = max(-(-longest // size), 1)
+    sizes = cp_sizes(groups.world_size)
+    rule_decides = size in sizes and all(longest > fits * limit for fits in sizes if fits < size)
     config = DynamicCPConfig(
-        max_seqlen_per_dp_cp_rank=max(-(-max(seqlens, default=1) // micro_batch.cp_size), 1),
-        min_cp_size=micro_batch.cp_size,
-        max_cp_size=micro_batch.cp_size,
+        max_seqlen_per_dp_cp_rank=limit,
+        min_cp_size=1 if rule_decides else size,
+        max_cp_size=None if rule_decides else size,
     )
     batch = _jagged_batch(task.batch, micro_batch.samples)
     return dynamic_cp_split_batch(batch, config=config, groups=groups)
@@ -125,7 +134,17 @@ def _jagged_batch(batch: Batch, samples: Sequence[int]) -> dict[str, Tensor]:
         "temperature": jagged(
             temperature.repeat_interleave(torch.tensor(seqlens, dtype=torch.int64)), seqlens
         ),
+        "probe": jagged(_probe(seqlens), seqlens),
     }
+
+
+def _probe(seqlens: Sequence[int]) -> Tensor:
+    """A side input that differs in every token: [tokens, 2], sequence and position."""
+    places = [
+        torch.stack([torch.full((seqlen,), sequence), torch.arange(seqlen)], 1)
+        for sequence, seqlen in enumerate(seqlens)
+    ]
+    return torch.cat([torch.empty(0, 2, dtype=torch.float64), *places])
 
 
 class _ModelRun:
@@ -146,6 +165,7 @@ class _ModelRun:
         load_hf_weights(self.model, task.weights, self.config)
         if binds:
             bind_packed_cp_group(self.model)
+        self.built_with = self.bound_groups()
         self.packed: PackedRow | None = None
         self.model.register_forward_hook(self.poison_padding)
         mask = jagged(torch.cat(task.batch.loss_mask), task.batch.seqlens)
@@ -169,6 +189,8 @@ class _ModelRun:
                 outputs[name].update(
                     zip(micro_batch.samples, output.detach().unbind(), strict=True)
                 )
+        if self.bound_groups() != self.built_with:
+            raise RuntimeError("a CP group is still bound to the model after its micro-batch")
         order = range(len(self.task.batch.input_ids))
         return Outputs(
             **{name: tuple(found[sample] for sample in order) for name, found in outputs.items()},
@@ -182,9 +204,12 @@ class _ModelRun:
         from impl.logprobs import logprobs_and_entropy
         from impl.merge import dynamic_cp_merge_output
 
-        def with_logits(logits: Tensor, labels: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+        def with_logits(
+            logits: Tensor, labels: Tensor, temperature: Tensor, probe: Tensor
+        ) -> dict[str, Tensor]:
             return {
                 "logits": logits,
+                "probe": probe,
                 **logprobs_and_entropy(logits, labels, temperature=temperature),
             }
 
@@ -196,10 +221,24 @@ class _ModelRun:
             fill={
                 "input_ids": self.task.padding.token_id,
                 "temperature": self.task.padding.side_value,
+                "probe": self.task.padding.side_value,
             },
             on_pack=self.keep_packed,
         )
+        probe, expected = outputs.pop("probe").values(), sub["probe"].values()
+        if not torch.equal(probe, expected):
+            token = int((probe != expected).any(1).nonzero()[0])
+            raise RuntimeError(
+                f"side inputs are not where their tokens are: token {token} of the CP group has "
+                f"those of {probe[token].tolist()}, not {expected[token].tolist()} (sequence, "
+                "position)"
+            )
         return dynamic_cp_merge_output(outputs, sub, groups=self.groups)
+
+    def bound_groups(self) -> list[object]:
+        """The CP group that each module of the model holds by itself."""
+        modules = (getattr(module, "pg_collection", None) for module in self.model.modules())
+        return [getattr(groups, "cp", None) for groups in modules]
 
     def loss(self, merged: dict[str, Tensor], micro_batch: MicroBatch) -> Tensor:
         from impl.loss import weighted_sum

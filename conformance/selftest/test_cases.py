@@ -69,7 +69,7 @@ def test_malformed_id_says_what_is_wrong(id: str, words: str) -> None:
 
 @pytest.mark.parametrize("id", ["lensa-2ranks-cp1", "lens5__3-2ranks-cp1", "lens-2ranks-cp1"])
 def test_lengths_that_are_no_numbers_say_how_to_write_them(id: str) -> None:
-    with pytest.raises(ValueError, match="write lengths as lens5_13_1"):
+    with pytest.raises(ValueError, match="write lengths of 1 and more as lens5_13_1"):
         _ = parse_case(id).seqlens
 
 

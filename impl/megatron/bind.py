@@ -22,10 +22,19 @@ def bind_packed_cp_group(model: nn.Module) -> None:
     The wrapper sits on the module that receives `packed_seq_params`, not around the model: with
     recomputation that module is called again in the backward pass, when a binding around the
     model would be gone. Only this model's instances change; the classes stay as they are.
+
+    Raises:
+        ValueError: the model has no attention that can be bound, so that it would go on with the
+            group it was built with.
     """
-    for module in model.modules():
-        if isinstance(module, SelfAttention):
-            module.forward = _bound_for_one_call(module, module.forward)
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    if not attentions:
+        raise ValueError(
+            f"{type(model).__name__} has no SelfAttention to bind; with another attention RoPE "
+            "would keep the CP group that it was built with"
+        )
+    for module in attentions:
+        module.forward = _bound_for_one_call(module, module.forward)
 
 
 def _bound_for_one_call(module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,3 +92,21 @@ def gradient_of_norms_not_summed(patch: MonkeyPatch) -> None:
 def _without_norms(original: Any, run: Any, gradients: dict[str, Any]) -> dict[str, Any]:
     own = {name: gradient for name, gradient in gradients.items() if "norm" in name}
     return {**original(run, gradients), **own}
+
+
+@fault(
+    "Megatron-LM#5215, the group stays bound",
+    case="lens7_9-4ranks-cp2",
+    says={"run": "a CP group is still bound to the model"},
+)
+def group_stays_bound(patch: MonkeyPatch) -> None:
+    """The group of a micro-batch is not put back; the next one binds its own, so nothing shows."""
+    wrap(patch, "impl.megatron.bind._bound_for_one_call", _never_restored)
+
+
+def _never_restored(original: Any, module: Any, forward: Any) -> Any:
+    def bound(*args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        module.pg_collection.cp = packed_seq_params.cp_group
+        return forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    return bound

@@ -143,3 +143,17 @@ def _return_early(original: Any, batch: Any, *, config: Any, groups: Any) -> Any
         cp_group=groups.of_size(1),
         group_samples=(everything,) * groups.world_size,
     )
+
+
+@fault(
+    "verl#5057, side inputs of a loss",
+    case="lens7_9-4ranks-cp2",
+    says={"run": "side inputs are not where their tokens are"},
+)
+def side_inputs_in_another_order(patch: MonkeyPatch) -> None:
+    """Ids are packed zigzag, but what belongs to their tokens is packed backwards."""
+    wrap(patch, "impl.thd.pack_rows", _floats_backwards)
+
+
+def _floats_backwards(original: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(values.flip(0) if values.is_floating_point() else values, *args, **kwargs)

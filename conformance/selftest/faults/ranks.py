@@ -64,3 +64,17 @@ def _patch_for_good(original: Any, *args: Any, **kwargs: Any) -> Any:
     forward = SelfAttention.forward
     SelfAttention.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     return original(*args, **kwargs)
+
+
+@fault(
+    "Megatron-LM 975a0c3b4c, ranks with other batches",
+    case="lens7_9-4ranks-cp2",
+    says={"run": "PlanMismatch: rank 1 has plan"},
+)
+def one_rank_plans_otherwise(patch: MonkeyPatch) -> None:
+    """One rank has another plan; every rank must say so before the first collective of a model."""
+    wrap(patch, "impl.split.plan_hash", _other_on_rank_1)
+
+
+def _other_on_rank_1(original: Any, *args: Any, **kwargs: Any) -> int:
+    return int(original(*args, **kwargs)) ^ int(dist.get_rank() == 1)
