@@ -18,7 +18,7 @@ from .schedule import check_cp_size, cp_sizes
 
 
 class PlanMismatch(RuntimeError):
-    """Ranks were given different batches, orders or settings."""
+    """Ranks were given different lengths, orders or settings."""
 
 
 @dataclass(frozen=True)
