@@ -26,6 +26,8 @@ from impl.scale import Road
 
 BUDGET = 1e-9
 FLOAT32_ROUNDING = 2**-23  # in which Megatron keeps the norm, whatever the gradients are in
+pytestmark = pytest.mark.xdist_group("engine")  # its worlds of ranks start once, not per worker
+
 TIME_LIMIT = 120  # seconds, for all cases of a world
 
 MODEL: dict[str, Any] = {

@@ -43,6 +43,9 @@ def model_parallel(
     try:
         yield
     finally:
+        for group in parallel_state._global_process_group_list or ():
+            if group is not None:  # Megatron forgets them, and their threads would run on
+                dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
         for name in ("_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"):
             # 0.16.1 to 0.19.2 leave them behind, for the next layout to find
