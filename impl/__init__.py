@@ -8,6 +8,7 @@ balance    the balanced scheduler; cost, packing and tiling are its parts
 validate   whether a plan can be run
 groups     a process group for every CP size
 split      the whole batch → this rank's sub-batch
+rules      what packs are padded to, and how sequences are cut
 layout     which token sits in which row of which rank
 pack       sequences ↔ packed rows, one index_select each way
 thd        a sub-batch → one packed row with Megatron's parameters, and outputs back
@@ -15,5 +16,7 @@ forward    a micro-batch through a GPTModel
 logprobs   log-probs and entropy from logits
 loss       weights that make a masked loss a plain sum
 merge      outputs of every group → the whole batch, in input order
+engine     all of it as one training step on Megatron's schedules; scale, parallel, collect and
+           vocab_parallel are its parts
 megatron/  everything that imports Megatron
 """

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .pack import jagged
-from .step import StepGroup
+from .plan import GroupPlan
 
 Outputs = Mapping[str, Tensor]
 
 
 def collect_outputs(
     outputs: Sequence[Outputs],
-    groups: Sequence[StepGroup],
+    groups: Sequence[GroupPlan],
     *,
     seqlens: tuple[int, ...],
     dp_cp_group: dist.ProcessGroup,
@@ -46,7 +46,7 @@ def collect_outputs(
 
 
 def collect_sums(
-    parts: Sequence[Outputs], groups: Sequence[StepGroup], dp_cp_group: dist.ProcessGroup
+    parts: Sequence[Outputs], groups: Sequence[GroupPlan], dp_cp_group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
     """Scalars of every micro-batch and group added up, each group counted once.
 

@@ -23,9 +23,9 @@ from .megatron.model import GPTConfig, check_divisible
 from .megatron.parallel import model_parallel
 from .megatron.weights import hf_gradients, hf_parameters, split_dim
 from .parallel import ParallelLayout
+from .plan import GroupPlan, Plan
 from .scale import MAIN_ROAD, Counts, Road, loss_factor
 from .split import common_seqlens, select_samples
-from .step import PaddingOnly, StepGroup, StepPlan
 from .thd import PackedRow, preprocess_thd_engine
 
 LossFn = Callable[
@@ -53,7 +53,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class _MicroBatch:
-    plan: StepGroup
+    plan: GroupPlan
     inputs: Mapping[str, Tensor]
     packed: PackedRow
     counts: Counts
@@ -117,7 +117,7 @@ class Engine:
         batch: Mapping[str, Tensor],
         loss_fn: LossFn,
         *,
-        plan: StepPlan,
+        plan: Plan,
         logits_processor: LogitsProcessor | None = None,
         fill: Mapping[str, float] | None = None,
         on_pack: Callable[[PackedRow], None] | None = None,
@@ -186,7 +186,7 @@ class Engine:
                 )
         return whole
 
-    def _check_plan(self, plan: StepPlan, seqlens: tuple[int, ...]) -> None:
+    def _check_plan(self, plan: Plan, seqlens: tuple[int, ...]) -> None:
         if (plan.seqlens, plan.world_size) != (seqlens, self.groups.world_size):
             raise ValueError(
                 f"the plan is for lengths {list(plan.seqlens)} on {plan.world_size} ranks, the "
@@ -197,14 +197,14 @@ class Engine:
         self.groups.check_same_plan(plan.hash)
 
     def _micro_batches(
-        self, batch: Mapping[str, Tensor], plan: StepPlan, fill: Mapping[str, float] | None
+        self, batch: Mapping[str, Tensor], plan: Plan, fill: Mapping[str, float] | None
     ) -> list[_MicroBatch]:
         """This rank's, at least one; a multiple of the stages if they are interleaved."""
         me = self.groups.dp_cp_rank
-        groups: list[StepGroup] = list(plan.for_rank(me))
+        groups: list[GroupPlan] = list(plan.for_rank(me))
         unit = self.layout.pp_size if self.layout.vpp_size > 1 else 1
         while not groups or len(groups) % unit:
-            groups.append(PaddingOnly((me,)))  # padding only
+            groups.append(GroupPlan((me,), samples=()))  # padding only
         micro_batches = []
         for group in groups:
             inputs = {name: select_samples(one, group.samples) for name, one in batch.items()}
@@ -219,7 +219,7 @@ class Engine:
             micro_batches.append(_MicroBatch(group, inputs, packed, counts))
         return micro_batches
 
-    def _counts(self, packed: PackedRow, plan: StepPlan, num_microbatches: int) -> Counts:
+    def _counts(self, packed: PackedRow, plan: Plan, num_microbatches: int) -> Counts:
         return Counts(
             local_tokens=len(packed.index.real_rows),
             total_tokens=sum(plan.seqlens),  # each is a real row of one rank in one micro-batch

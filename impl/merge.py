@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_gather
@@ -30,7 +32,13 @@ def dynamic_cp_merge_output(
     Returns:
         jagged [whole batch, L, ...], bit for bit the same on every rank.
     """
-    return {name: _merge(tensor, batch, groups) for name, tensor in outputs.items()}
+    if groups.world_size == 1:
+        return dict(outputs)
+    cp_size = batch.local_cp_size
+    slots, share = merge_slots(batch.batch_seqlens, batch.group_samples, cp_size=cp_size)
+    start = groups.dp_cp_rank // cp_size * cp_size * share  # where this rank's group begins
+    route = _Route(slots, share, start, batch.cp_group.rank(), groups.dp_cp_group)
+    return {name: _merge(one, route, batch.batch_seqlens) for name, one in outputs.items()}
 
 
 def merge_slots(
@@ -58,27 +66,33 @@ def merge_slots(
     return torch.cat([slots[sample] for sample in range(len(seqlens))]), share
 
 
-def _merge(tensor: Tensor, batch: SubBatch, groups: CPGroups) -> Tensor:
-    values = tensor.values()
-    if groups.world_size == 1:
-        return jagged(values, batch.batch_seqlens)
-    merged: Tensor = _Merge.apply(values, batch, groups)  # type: ignore[no-untyped-call]
-    return jagged(merged, batch.batch_seqlens)
+@dataclass(frozen=True)
+class _Route:
+    """The way of every output of a batch: `merge_slots`, and where this rank's group stands."""
+
+    slots: Tensor
+    share: int
+    start: int
+    cp_rank: int
+    dp_cp_group: dist.ProcessGroup
+
+
+def _merge(tensor: Tensor, route: _Route, seqlens: tuple[int, ...]) -> Tensor:
+    merged: Tensor = _Merge.apply(tensor.values(), route)  # type: ignore[no-untyped-call]
+    return jagged(merged, seqlens)
 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, batch: SubBatch, groups: CPGroups) -> Tensor:
-        cp_size = batch.local_cp_size
-        slots, share = merge_slots(batch.batch_seqlens, batch.group_samples, cp_size=cp_size)
-        slots = slots.to(values.device)
-        start = groups.dp_cp_rank // cp_size * cp_size * share  # where this rank's group begins
-        mine = values[batch.cp_group.rank() * share :][:share]
+    def forward(ctx: Any, values: Tensor, route: _Route) -> Tensor:
+        slots, share = route.slots.to(values.device), route.share
+        mine = values[route.cp_rank * share :][:share]
         level = torch.cat([mine, mine.new_zeros(share - len(mine), *mine.shape[1:])])
-        ctx.save_for_backward(((slots >= start) & (slots < start + len(values))).nonzero()[:, 0])
-        return all_gather(level, groups.dp_cp_group).index_select(0, slots)
+        own = (slots >= route.start) & (slots < route.start + len(values))
+        ctx.save_for_backward(own.nonzero()[:, 0])
+        return all_gather(level, route.dp_cp_group).index_select(0, slots)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (own,) = ctx.saved_tensors
-        return grad.index_select(0, own), None, None
+        return grad.index_select(0, own), None

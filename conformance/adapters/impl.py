@@ -7,9 +7,8 @@ by itself.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,13 +18,16 @@ from torch import Tensor
 
 from impl.pack import jagged
 
-from ..protocol import Batch, MicroBatch, Outputs, Pack, Plan, RankContext, Task, Unsupported
+from ..protocol import Batch, MicroBatch, Outputs, Pack, Plan, RankContext, Task
 from .impl_index import index
+from .impl_translate import gpt_config, pack_seen, poisoned
 
 if TYPE_CHECKING:
     from impl.groups import CPGroups
     from impl.split import SubBatch
     from impl.thd import PackedRow
+
+    Spelling = Callable[[PackedRow], None]
 
 __all__ = ["NAME", "PRELOAD", "WATCH", "index", "open_rank", "versions"]
 
@@ -150,16 +152,13 @@ def _probe(seqlens: Sequence[int]) -> Tensor:
 class _ModelRun:
     """One model through the passes of one task."""
 
-    def __init__(self, task: Task, groups: CPGroups, *, binds: bool, spell: object) -> None:
+    def __init__(self, task: Task, groups: CPGroups, *, binds: bool, spell: Spelling) -> None:
         from impl.loss import prediction_weights
         from impl.megatron.bind import bind_packed_cp_group
-        from impl.megatron.model import GPTConfig, build_gpt_model
+        from impl.megatron.model import build_gpt_model
         from impl.megatron.weights import load_hf_weights
 
-        try:
-            self.config = GPTConfig(**asdict(task.model))
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
+        self.config = gpt_config(task)
         self.task, self.groups, self.spell = task, groups, spell
         self.model = build_gpt_model(self.config, max_seqlen=max(task.batch.seqlens))
         load_hf_weights(self.model, task.weights, self.config)
@@ -248,28 +247,18 @@ class _ModelRun:
         return weighted_sum(-merged["logprobs"].values() - entropy, weights)
 
     def keep_packed(self, packed: PackedRow) -> None:
-        self.spell(packed)  # type: ignore[operator]
+        self.spell(packed)
         self.packed = packed
 
     def poison_padding(self, model: object, inputs: object, logits: Tensor) -> Tensor:
         assert self.packed is not None
-        if self.task.padding.output_value is None:
-            return logits
-        rows, value = self.packed.index.padding_rows, self.task.padding.output_value
-        poison = logits.new_zeros(logits.shape[1]).index_fill(0, rows, value)
-        return logits + poison[:, None]  # not replaced: gradients still flow through these rows
+        return poisoned(logits, self.packed, self.task.padding)
 
     def pack_seen(self, micro_batch: MicroBatch, sub: SubBatch) -> Pack:
         assert self.packed is not None
         group = self.groups.dp_cp_rank // sub.local_cp_size
-        return Pack(
-            samples=tuple(micro_batch.samples[place] for place in sub.group_samples[group]),
-            cp_ranks=tuple(dist.get_process_group_ranks(sub.cp_group)),
-            tokens=self.packed.tensors["input_ids"],
-            position_ids=self.packed.position_ids,
-            labels=self.packed.tensors["labels"],
-            cu_seqlens_padded=self.packed.index.cu_seqlens_padded,
-        )
+        samples = tuple(micro_batch.samples[place] for place in sub.group_samples[group])
+        return pack_seen(samples, self.packed)
 
     def summed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients added up over all ranks, in one collective."""

@@ -6,8 +6,6 @@ engine does all of that: Megatron's schedule, data parallelism and finalising of
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.pack import jagged
+from impl.plan import GroupPlan, MicroBatchPlan
+from impl.plan import Plan as StepPlan
+from impl.schedule import split_samples
 
-from ..protocol import MicroBatch, Outputs, Pack, Plan, RankContext, Task, Unsupported
+from ..protocol import MicroBatch, Outputs, Plan, RankContext, Task
 from . import impl
+from .impl_translate import gpt_config, pack_seen, poisoned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,53 +55,32 @@ def open_rank(context: RankContext) -> Rank:
     return Rank(context)
 
 
-@dataclass(frozen=True)
-class Group:
-    """A CP group in one micro-batch: its ranks run its samples as one pack."""
-
-    ranks: tuple[int, ...]
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """All micro-batches of a pass as one step; in each, every rank has a group."""
-
-    world_size: int
-    seqlens: tuple[int, ...]
-    micro_batches: tuple[tuple[Group, ...], ...]
-    barriered: bool = True
-
-    @property
-    def hash(self) -> int:
-        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:7], "big")
-
-    def for_rank(self, rank: int) -> tuple[Group, ...]:
-        groups = (group for micro_batch in self.micro_batches for group in micro_batch)
-        return tuple(group for group in groups if rank in group.ranks)
-
-
 def step_plan(task: Task, plan: Plan, world_size: int) -> StepPlan:
     """The micro-batches that the suite asks for as one step, before any collective.
 
     Raises:
         ValueError: a micro-batch without samples, or a CP size that cannot be had.
     """
-    micro_batches = tuple(_groups(task, micro_batch, world_size) for micro_batch in plan)
-    return StepPlan(world_size, task.batch.seqlens, micro_batches)
+    return StepPlan(
+        world_size=world_size,
+        seqlens=task.batch.seqlens,
+        micro_batches=tuple(_micro_batch(task, each, world_size) for each in plan),
+        scheduler="uniform",
+        barriered=True,
+    )
 
 
-def _groups(task: Task, micro_batch: MicroBatch, world_size: int) -> tuple[Group, ...]:
-    from impl.schedule import split_samples
-
+def _micro_batch(task: Task, micro_batch: MicroBatch, world_size: int) -> MicroBatchPlan:
     seqlens, size = [task.batch.seqlens[one] for one in micro_batch.samples], micro_batch.cp_size
     places = split_samples(seqlens, world_size=world_size, cp_size=size)
-    return tuple(
-        Group(
-            ranks=tuple(range(group * size, (group + 1) * size)),
-            samples=tuple(micro_batch.samples[place] for place in mine),
+    return MicroBatchPlan(
+        tuple(
+            GroupPlan(
+                ranks=tuple(range(group * size, (group + 1) * size)),
+                samples=tuple(micro_batch.samples[place] for place in mine),
+            )
+            for group, mine in enumerate(places)
         )
-        for group, mine in enumerate(places)
     )
 
 
@@ -109,19 +90,14 @@ class _EngineRun:
     def __init__(self, task: Task, timeout: timedelta) -> None:
         from impl.engine import Engine
         from impl.loss import prediction_weights
-        from impl.megatron.model import GPTConfig
         from impl.parallel import ParallelLayout
 
-        try:
-            config = GPTConfig(**asdict(task.model))
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
         seqlens = task.batch.seqlens
         self.task = task
         self.packed: list[PackedRow] = []
         self.engine = Engine(
             layout=ParallelLayout(),
-            model=config,
+            model=gpt_config(task),
             weights=task.weights,
             timeout=timeout,
         )
@@ -171,12 +147,8 @@ class _EngineRun:
     def poison_padding(
         self, model: object, inputs: object, keywords: Mapping[str, Any], logits: Tensor
     ) -> Tensor:
-        value = self.task.padding.output_value
-        if value is None:
-            return logits
         (packed,) = [one for one in self.packed if one.params is keywords["packed_seq_params"]]
-        poison = logits.new_zeros(logits.shape[1]).index_fill(0, packed.index.padding_rows, value)
-        return logits + poison[:, None]  # not replaced: gradients still flow through these rows
+        return poisoned(logits, packed, self.task.padding)
 
 
 def with_logits(
@@ -185,14 +157,3 @@ def with_logits(
     from impl.logprobs import logprobs_and_entropy
 
     return {"logits": logits, **logprobs_and_entropy(logits, labels, temperature=temperature)}
-
-
-def pack_seen(samples: tuple[int, ...], packed: PackedRow) -> Pack:
-    return Pack(
-        samples=samples,
-        cp_ranks=tuple(dist.get_process_group_ranks(packed.cp_group)),
-        tokens=packed.tensors["input_ids"],
-        position_ids=packed.position_ids,
-        labels=packed.tensors["labels"],
-        cu_seqlens_padded=packed.index.cu_seqlens_padded,
-    )

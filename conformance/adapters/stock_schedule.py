@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from impl.pack import jagged
 
 from ..protocol import MicroBatch, Outputs, Plan, RankContext, Task, Unsupported
 from . import impl
+from .impl_translate import gpt_config
 
 if TYPE_CHECKING:
     from .megatron_schedule import IdGroups, Sample
@@ -120,15 +121,12 @@ class _ModelRun:
     """One model through the passes of one task."""
 
     def __init__(self, task: Task) -> None:
-        from impl.megatron.model import GPTConfig, build_gpt_model
+        from impl.megatron.model import build_gpt_model
         from impl.megatron.weights import load_hf_weights
 
         from .megatron_schedule import with_gradient_buffers
 
-        try:
-            self.config = GPTConfig(**asdict(task.model))
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
+        self.config = gpt_config(task)
         self.task, self.seqlens = task, task.batch.seqlens
         model = build_gpt_model(self.config, max_seqlen=_padded(max(self.seqlens)))
         for layer in model.decoder.layers:

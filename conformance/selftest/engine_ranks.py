@@ -21,6 +21,7 @@ from impl.megatron import training
 from impl.megatron.model import GPTConfig
 from impl.pack import jagged
 from impl.parallel import ParallelLayout
+from impl.plan import GroupPlan, MicroBatchPlan, Plan
 from impl.scale import MAIN_ROAD, Road
 from impl.vocab_parallel import vocab_parallel_logprobs_and_entropy
 from reference.config import ModelConfig, weight_shapes
@@ -59,27 +60,6 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Group:
-    ranks: tuple[int, ...]
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A plan written by hand."""
-
-    world_size: int
-    seqlens: tuple[int, ...]
-    micro_batches: tuple[Groups, ...]
-    barriered: bool = True
-    hash: int = 0
-
-    def for_rank(self, rank: int) -> tuple[Group, ...]:
-        groups = (Group(*group) for groups in self.micro_batches for group in groups)
-        return tuple(group for group in groups if rank in group.ranks)
-
-
-@dataclass(frozen=True)
 class Case:
     """A step: batch, how it is cut, and how the model is spread."""
 
@@ -103,7 +83,16 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.num_dp_cp_ranks, self.batch.seqlens, self.micro_batches)
+        return Plan(
+            world_size=self.num_dp_cp_ranks,
+            seqlens=self.batch.seqlens,
+            micro_batches=tuple(
+                MicroBatchPlan(tuple(GroupPlan(*group) for group in groups))
+                for groups in self.micro_batches
+            ),
+            scheduler="by hand",
+            barriered=True,
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """The same in every process."""
