@@ -9,24 +9,28 @@ from typing import Any
 
 import yaml
 
-from .rules import LAYOUTS
+from .rules import PackRules, check_whole
 
 SCHEDULERS = ("uniform", "balanced", "megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicCPConfig:
+class DynamicCPConfig(PackRules):
     """How dynamic context parallelism cuts a batch.
+
+    Beside what is named here it takes all that `PackRules` does: layout, sequence_multiple,
+    pack_multiple, pack_buckets, max_sequences. Megatron refuses layout "contiguous" above CP 1.
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that a rank may hold. Of one sequence, before padding,
             for "uniform": a micro-batch gets the smallest CP size at which its longest sequence
             keeps to it. Of a whole pack, padding included, for the others.
         dynamic_context_parallel: off means that every micro-batch runs at `min_cp_size`.
-        scheduler: "uniform", one micro-batch with one CP size for all its groups; "balanced",
+        scheduler: "uniform", micro-batches with one CP size for all their groups; "balanced",
             micro-batches of groups of mixed sizes; "megatron", what the installed one plans.
-        layout: "zigzag", chunk r and its mirror on rank r; "contiguous", chunk r on rank r, which
-            Megatron refuses above CP size 1. For `PackRules.layout`.
+        micro_batch_samples: for "uniform", samples of a micro-batch of all ranks together, taken
+            in input order, the last with what is left; verl's `micro_batch_size_per_gpu` where
+            every rank has the whole batch. All samples are one micro-batch if None.
         min_cp_size, max_cp_size: bounds on the CP size; no upper bound if None.
     Raises:
         ValueError: a value that cannot be, by name.
@@ -38,17 +42,17 @@ class DynamicCPConfig:
     max_seqlen_per_dp_cp_rank: int
     dynamic_context_parallel: bool = True
     scheduler: str = "uniform"
-    layout: str = "zigzag"
+    micro_batch_samples: int | None = None
     min_cp_size: int = 1
     max_cp_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_seqlen_per_dp_cp_rank", "min_cp_size", "max_cp_size"):
-            value = getattr(self, name)
-            if value is None and name == "max_cp_size":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        super().__post_init__()
+        check_whole("max_seqlen_per_dp_cp_rank", self.max_seqlen_per_dp_cp_rank)
+        check_whole("min_cp_size", self.min_cp_size)
+        for name in ("max_cp_size", "micro_batch_samples"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
         if not isinstance(self.dynamic_context_parallel, bool):
             raise ValueError(
                 f"dynamic_context_parallel={self.dynamic_context_parallel!r} must be true or false"
@@ -57,11 +61,18 @@ class DynamicCPConfig:
             raise ValueError(
                 f"max_cp_size={self.max_cp_size} is below min_cp_size={self.min_cp_size}"
             )
-        for name, known in (("scheduler", SCHEDULERS), ("layout", LAYOUTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
-                )
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler={self.scheduler!r} is not one of {', '.join(SCHEDULERS)}")
+        if self.micro_batch_samples is not None and self.scheduler != "uniform":
+            raise ValueError(
+                f"micro_batch_samples={self.micro_batch_samples} is for scheduler='uniform'; "
+                f"{self.scheduler!r} sizes its micro-batches itself, so leave it out"
+            )
+
+    @property
+    def rules(self) -> PackRules:
+        """What is asked of packs, for whatever packs, unpacks or counts rows."""
+        return PackRules(**{field.name: getattr(self, field.name) for field in fields(PackRules)})
 
     @property
     def highest_cp_size(self) -> int | None:
@@ -70,14 +81,22 @@ class DynamicCPConfig:
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> DynamicCPConfig:
-        """Settings from a mapping, for example a section of a trainer's configuration."""
+        """Settings from a mapping, for example a section of a trainer's configuration.
+
+        `pack_buckets` may be a list, as YAML and JSON have no tuples.
+        """
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(settings) - known)
         if unknown:
             raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         if "max_seqlen_per_dp_cp_rank" not in settings:
             raise ValueError("max_seqlen_per_dp_cp_rank is missing: tokens of a sequence per rank")
-        return cls(**settings)
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in settings.items()
+            }
+        )
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> DynamicCPConfig:

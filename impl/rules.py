@@ -41,13 +41,13 @@ class PackRules:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r} is not one of {', '.join(LAYOUTS)}")
         for name in ("sequence_multiple", "pack_multiple"):
-            _check_whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         if self.max_sequences is not None:
-            _check_whole("max_sequences", self.max_sequences)
+            check_whole("max_sequences", self.max_sequences)
         if not isinstance(self.pack_buckets, tuple):
             raise ValueError(f"pack_buckets={self.pack_buckets!r} must be a tuple of row counts")
         for rows in self.pack_buckets:
-            _check_whole("a row count of pack_buckets", rows)
+            check_whole("a row count of pack_buckets", rows)
         if list(self.pack_buckets) != sorted(set(self.pack_buckets)):
             raise ValueError(
                 f"pack_buckets={self.pack_buckets} must ascend and name each row count once"
@@ -86,6 +86,32 @@ class PackRules:
                 f"a pack of {rows} rows a rank is above the last of "
                 f"pack_buckets={self.pack_buckets}; add a larger one or pack fewer tokens"
             )
+        self._check_bucket(bucket, unit, cp_size=cp_size, tp_size=tp_size)
+        return bucket
+
+    def rows_within(self, limit: int, *, cp_size: int, tp_size: int) -> int:
+        """Rows that the sequences of a pack may take if its `pack_rows` are to keep to a limit.
+
+        Returns:
+            0 if no pack does.
+        Raises:
+            ValueError: a bucket within the limit is not a multiple of what it has to be.
+
+        >>> PackRules(pack_multiple=16).rows_within(40, cp_size=2, tp_size=1)
+        32
+        >>> PackRules(pack_buckets=(24, 64)).rows_within(40, cp_size=2, tp_size=1)
+        24
+        """
+        shard = self.shard_multiple(cp_size=cp_size, tp_size=tp_size)
+        unit = math.lcm(shard, self.pack_multiple)
+        if not self.pack_buckets:
+            return limit // unit * unit
+        buckets = [bucket for bucket in self.pack_buckets if shard <= bucket <= limit]
+        for bucket in buckets:
+            self._check_bucket(bucket, unit, cp_size=cp_size, tp_size=tp_size)
+        return max(buckets, default=0)
+
+    def _check_bucket(self, bucket: int, unit: int, *, cp_size: int, tp_size: int) -> None:
         if bucket % unit:
             raise ValueError(
                 f"{bucket} rows of pack_buckets={self.pack_buckets} are not a multiple of {unit}, "
@@ -93,7 +119,14 @@ class PackRules:
                 f"sequence_multiple={self.sequence_multiple} and "
                 f"pack_multiple={self.pack_multiple} ask for; take {-(-bucket // unit) * unit}"
             )
-        return bucket
+
+    def check_sequences(self, num_sequences: int) -> None:
+        """Refuse a pack of more sequences than `max_sequences`."""
+        if self.max_sequences is not None and num_sequences > self.max_sequences:
+            raise ValueError(
+                f"a pack of {num_sequences} sequences is above "
+                f"max_sequences={self.max_sequences}; raise it or pack fewer"
+            )
 
     def num_offsets(self, num_sequences: int, *, num_padded: int) -> int:
         """Entries of an offset array after its leading 0.
@@ -106,18 +139,15 @@ class PackRules:
         >>> PackRules(max_sequences=4).num_offsets(3, num_padded=3)
         4
         """
+        self.check_sequences(num_sequences)
         if self.max_sequences is None:
             return num_padded
-        if num_sequences > self.max_sequences:
-            raise ValueError(
-                f"a pack of {num_sequences} sequences is above "
-                f"max_sequences={self.max_sequences}; raise it or pack fewer"
-            )
         has_tail = self.pack_multiple > 1 or bool(self.pack_buckets)
         return self.max_sequences + has_tail  # room for the padding, whether it is there or not
 
 
-def _check_whole(name: str, value: object) -> None:
+def check_whole(name: str, value: object) -> None:
+    """Refuse, by its name, what is no whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
 

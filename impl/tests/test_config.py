@@ -19,9 +19,10 @@ def test_only_the_limit_is_needed() -> None:
         max_seqlen_per_dp_cp_rank=4096,
         dynamic_context_parallel=True,
         scheduler="uniform",
-        layout="zigzag",
+        micro_batch_samples=None,
         min_cp_size=1,
         max_cp_size=None,
+        **dataclasses.asdict(PackRules()),
     )
 
 
@@ -55,6 +56,17 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         ),
         ({"scheduler": "greedy"}, "scheduler='greedy' is not one of "),
         ({"layout": "stripes"}, "layout='stripes' is not one of zigzag, contiguous"),
+        ({"sequence_multiple": 0}, "sequence_multiple=0 must be a whole number of at least 1"),
+        ({"pack_multiple": 1.5}, "pack_multiple=1.5 must be a whole number of at least 1"),
+        ({"pack_buckets": [16]}, "pack_buckets=[16] must be a tuple of row counts"),
+        ({"pack_buckets": (32, 16)}, "pack_buckets=(32, 16) must ascend and name each row count "),
+        ({"max_sequences": 0}, "max_sequences=0 must be a whole number of at least 1"),
+        ({"micro_batch_samples": 0}, "micro_batch_samples=0 must be a whole number of at least 1"),
+        (
+            {"micro_batch_samples": 4, "scheduler": "balanced"},
+            "micro_batch_samples=4 is for scheduler='uniform'; 'balanced' sizes its micro-batches "
+            "itself, so leave it out",
+        ),
     ],
 )
 def test_value_that_cannot_be_is_refused_by_name(settings, words) -> None:
@@ -62,9 +74,19 @@ def test_value_that_cannot_be_is_refused_by_name(settings, words) -> None:
         DynamicCPConfig(**{**LIMIT, **settings})
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_every_layout_of_packs_can_be_asked_for(layout) -> None:
-    assert DynamicCPConfig(**LIMIT, layout=layout).layout == PackRules(layout=layout).layout
+RULES: dict[str, Any] = {
+    "layout": "contiguous",
+    "sequence_multiple": 2,
+    "pack_multiple": 16,
+    "pack_buckets": (2048, 4096),
+    "max_sequences": 8,
+}
+
+
+def test_settings_hold_all_that_packs_are_asked() -> None:
+    assert {field.name for field in dataclasses.fields(PackRules)} == set(RULES)
+    assert DynamicCPConfig(**LIMIT, **RULES).rules == PackRules(**RULES)
+    assert DynamicCPConfig(**LIMIT).rules == PackRules()
 
 
 def test_mapping_gives_the_same_settings() -> None:
@@ -88,6 +110,13 @@ def test_yaml_gives_the_same_settings(tmp_path) -> None:
     path = tmp_path / "dynamic_cp.yaml"
     path.write_text("max_seqlen_per_dp_cp_rank: 4096\nmax_cp_size: null\n")
     assert DynamicCPConfig.from_yaml(path) == DynamicCPConfig(**LIMIT)
+
+
+def test_yaml_holds_buckets_as_a_list(tmp_path) -> None:
+    path = tmp_path / "dynamic_cp.yaml"
+    lines = [f"{name}: {value}" for name, value in {**LIMIT, **RULES}.items()]
+    path.write_text("\n".join(lines).replace("(", "[").replace(")", "]"))
+    assert DynamicCPConfig.from_yaml(path) == DynamicCPConfig(**LIMIT, **RULES)
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "zigzag\n"])

@@ -125,6 +125,44 @@ def test_bucket_that_cannot_be_is_refused_by_its_rows(asked, rows, words) -> Non
 
 
 @pytest.mark.parametrize(
+    ("asked", "limit", "cp_size", "tp_size", "rows"),
+    [
+        ({}, 7, 1, 1, 7),
+        ({}, 7, 2, 1, 6),
+        ({}, 1, 2, 1, 0),
+        ({"layout": "contiguous"}, 7, 2, 1, 7),
+        ({"sequence_multiple": 4}, 7, 1, 1, 4),
+        ({"pack_multiple": 16}, 40, 2, 1, 32),
+        ({"pack_multiple": 16}, 15, 2, 1, 0),
+        ({"pack_buckets": (16, 24, 64)}, 63, 2, 1, 24),
+        ({"pack_buckets": (16, 24, 64)}, 64, 2, 1, 64),
+        ({"pack_buckets": (16, 24, 64)}, 99, 2, 1, 64),
+        ({"pack_buckets": (16, 24, 64)}, 15, 2, 1, 0),
+        ({"pack_buckets": (1, 16, 63)}, 40, 2, 1, 16),  # neither 1 nor 63 can come into use
+    ],
+)
+def test_rows_within_a_limit_by_hand(asked, limit, cp_size, tp_size, rows) -> None:
+    assert PackRules(**asked).rows_within(limit, cp_size=cp_size, tp_size=tp_size) == rows
+
+
+def test_bucket_within_the_limit_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^7 rows of pack_buckets=\(7, 64\) are not a multiple"):
+        PackRules(pack_buckets=(7, 64)).rows_within(40, cp_size=2, tp_size=1)
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"pack_multiple": 6}, {"pack_buckets": (8, 24, 60)}], ids=str
+)
+@pytest.mark.parametrize("limit", range(1, 80, 3))
+def test_rows_within_a_limit_are_the_most_whose_pack_keeps_to_it(asked, limit) -> None:
+    rules, size = PackRules(**asked), {"cp_size": 2, "tp_size": 2}
+    most = rules.rows_within(limit, **size)
+    last = max(rules.pack_buckets, default=limit + 24)
+    keeping = [rows for rows in range(4, last + 1, 4) if rules.pack_rows(rows, **size) <= limit]
+    assert most == max(keeping, default=0)
+
+
+@pytest.mark.parametrize(
     ("asked", "num_sequences", "num_padded", "num_offsets"),
     [
         ({}, 3, 3, 3),
