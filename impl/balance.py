@@ -60,8 +60,9 @@ def balanced_plan(
 def _quickest(samples: Samples, *, barriered: bool) -> list[Placed]:
     """The plan with the least modelled time, among equals the one with the least work."""
     perfect = _rank_seconds(samples) / samples.world_size
-    capacity = samples.world_size * samples.limit
-    full = perfect / max(1.0, samples.tokens[0].sum() / capacity)
+    tokens, side_by_side = samples.tokens[0], samples.world_size / samples.sizes[0]
+    packs = max(tokens.sum() / samples.capacity[0, 0], len(tokens) / samples.max_samples)
+    full = perfect / max(1.0, packs / side_by_side)
     tried: list[tuple[tuple[float, float], list[Placed]]] = []
     for limit in LIMITS:
         plan = _arrange(pack_samples(samples, limit=limit * full), samples, barriered=barriered)

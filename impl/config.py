@@ -91,12 +91,9 @@ class DynamicCPConfig(PackRules):
             raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         if "max_seqlen_per_dp_cp_rank" not in settings:
             raise ValueError("max_seqlen_per_dp_cp_rank is missing: tokens of a sequence per rank")
-        return cls(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in settings.items()
-            }
-        )
+        buckets = settings.get("pack_buckets", ())
+        as_tuple = tuple(buckets) if isinstance(buckets, list) else buckets
+        return cls(**{**settings, "pack_buckets": as_tuple})
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> DynamicCPConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,27 +35,29 @@ class Samples:
     """What each sample weighs at each CP size that may be used.
 
     Args:
-        sizes: ascending. limit: tokens of a pack that a rank may hold, padding included.
+        sizes: ascending. max_samples: of a pack.
+        capacity: int64 [sizes, 1], tokens that the sequences of a pack may take, so that with all
+            padding its ranks keep to the cap.
         tokens: int64 [sizes, samples], padded length at that size.
         work: float64 [sizes, samples], `sample_seconds`.
     """
 
     world_size: int
     sizes: tuple[int, ...]
-    limit: int
+    max_samples: int
+    capacity: NDArray[np.int64]
     tokens: NDArray[np.int64]
     work: NDArray[np.float64]
-
-    @cached_property
-    def capacity(self) -> NDArray[np.int64]:
-        """int64 [sizes, 1], tokens that a whole group may hold."""
-        return np.array(self.sizes)[:, None] * self.limit
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """[sizes, samples], whether a sample keeps to the cap alone."""
         fits: NDArray[np.bool_] = self.tokens <= self.capacity
         return fits
+
+    @cached_property
+    def capacity_at(self) -> Mapping[int, int]:
+        return dict(zip(self.sizes, self.capacity[:, 0].tolist(), strict=True))
 
     @cached_property
     def tokens_at(self) -> Mapping[int, list[int]]:
@@ -65,10 +67,11 @@ class Samples:
     def work_at(self) -> Mapping[int, list[float]]:
         return dict(zip(self.sizes, self.work.tolist(), strict=True))
 
-    def fit(self, samples: Iterable[int], *, cp_size: int) -> bool:
-        """Whether some samples keep to the cap as one pack."""
+    def fit(self, samples: Collection[int], *, cp_size: int) -> bool:
+        """Whether some samples can be one pack."""
         tokens = self.tokens_at[cp_size]
-        return sum(tokens[sample] for sample in samples) <= cp_size * self.limit
+        held = sum(tokens[sample] for sample in samples)
+        return len(samples) <= self.max_samples and held <= self.capacity_at[cp_size]
 
     def pack(self, samples: Iterable[int], *, cp_size: int) -> Pack:
         chosen, work = tuple(sorted(samples)), self.work_at[cp_size]
@@ -81,20 +84,31 @@ def weigh_samples(
     """Samples at every CP size.
 
     Raises:
-        ValueError: nothing to plan, no CP size within bounds, or a sample that fits none.
+        ValueError: nothing to plan, no CP size within bounds, a bucket that does not go with one,
+            or a sample that fits none.
     """
     check_seqlens(seqlens)
     sizes = mixed_cp_sizes(config, world_size=world_size)
-    units = np.array([alignment(cp_size=size, tp_size=tp_size) for size in sizes])[:, None]
-    tokens = -(-np.array(seqlens, dtype=np.int64) // units) * units
+    rules, limit = config.rules, config.max_seqlen_per_dp_cp_rank
+    units = [alignment(cp_size=size, tp_size=tp_size, rules=rules) for size in sizes]
+    rows = [rules.rows_within(limit, cp_size=size, tp_size=tp_size) for size in sizes]
+    unit = np.array(units)[:, None]
+    tokens = -(-np.array(seqlens, dtype=np.int64) // unit) * unit
     work = [sample_seconds(row, cp_size=size) for row, size in zip(tokens, sizes, strict=True)]
-    limit = config.max_seqlen_per_dp_cp_rank
-    samples = Samples(world_size, sizes, limit, tokens, np.stack(work))
+    samples = Samples(
+        world_size=world_size,
+        sizes=sizes,
+        max_samples=rules.max_sequences or len(seqlens),
+        capacity=np.array(sizes)[:, None] * np.array(rows)[:, None],
+        tokens=tokens,
+        work=np.stack(work),
+    )
     for index in np.flatnonzero(~samples.fits.any(0)).tolist():
         raise ValueError(
             f"sequence {index} has {seqlens[index]} tokens, which no CP size fits: "
-            f"max_seqlen_per_dp_cp_rank={limit}, padding included, on {world_size} DP×CP ranks, "
-            f"CP sizes {', '.join(map(str, sizes))}; shorten it, raise the limit or use more ranks"
+            f"max_seqlen_per_dp_cp_rank={limit}{rules.asked}, padding included, on {world_size} "
+            f"DP×CP ranks, CP sizes {', '.join(map(str, sizes))}; shorten it, raise the limit or "
+            "use more ranks"
         )
     return samples
 
@@ -136,10 +150,11 @@ def pack_samples(samples: Samples, *, limit: float) -> list[Pack]:
                 room, pack = rooms[at].pop(fullest)
                 break
         else:
-            at, room, pack = row, samples.sizes[row] * samples.limit, len(packs)
+            at, room, pack = row, int(samples.capacity[row, 0]), len(packs)
             packs.append((samples.sizes[row], []))
         packs[pack][1].append(sample)
-        insort(rooms[at], (room - weights[at][sample], pack))
+        if len(packs[pack][1]) < samples.max_samples:
+            insort(rooms[at], (room - weights[at][sample], pack))
     return [samples.pack(members, cp_size=size) for size, members in packs]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 
 from .balance import balanced_plan
 from .config import DynamicCPConfig
@@ -56,27 +57,40 @@ def make_plan(
 
 
 def uniform_plan(seqlens: Sequence[int], *, config: DynamicCPConfig, world_size: int) -> Plan:
-    """One micro-batch, one CP size: the smallest at which the longest sample keeps to the limit.
+    """Micro-batches of `micro_batch_samples`, one CP size in each.
 
-    With fewer samples than groups, groups are without samples, as in verl.
+    It is the smallest at which the longest sample keeps to the limit. With fewer samples than
+    groups, groups are without samples, as in verl.
     """
-    cp_size = choose_local_cp_size(
-        seqlens,
+    choose = partial(
+        choose_local_cp_size,
         world_size=world_size,
         max_seqlen_per_dp_cp_rank=config.max_seqlen_per_dp_cp_rank,
         min_cp_size=config.min_cp_size,
         max_cp_size=config.highest_cp_size,
     )
-    groups = tuple(
-        GroupPlan(tuple(range(index * cp_size, (index + 1) * cp_size)), tuple(samples))
-        for index, samples in enumerate(
-            split_samples(seqlens, world_size=world_size, cp_size=cp_size)
+    choose(seqlens)  # refuses by index into the whole batch
+    each = config.micro_batch_samples or len(seqlens)
+    micro_batches = []
+    for first in range(0, len(seqlens), each):
+        lengths = seqlens[first : first + each]
+        cp_size = choose(lengths)
+        groups = split_samples(lengths, world_size=world_size, cp_size=cp_size)
+        micro_batches.append(
+            MicroBatchPlan(
+                tuple(
+                    GroupPlan(
+                        ranks=tuple(range(index * cp_size, (index + 1) * cp_size)),
+                        samples=tuple(first + sample for sample in samples),
+                    )
+                    for index, samples in enumerate(groups)
+                )
+            )
         )
-    )
     return Plan(
         world_size=world_size,
         seqlens=tuple(seqlens),
-        micro_batches=(MicroBatchPlan(groups),),
+        micro_batches=tuple(micro_batches),
         scheduler="uniform",
         barriered=True,
     )

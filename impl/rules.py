@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -52,6 +52,19 @@ class PackRules:
             raise ValueError(
                 f"pack_buckets={self.pack_buckets} must ascend and name each row count once"
             )
+
+    @property
+    def asked(self) -> str:
+        """What differs from the defaults, to follow a limit in messages.
+
+        >>> PackRules(pack_multiple=16, max_sequences=4).asked
+        ' with pack_multiple=16, max_sequences=4'
+        """
+        values = {field: getattr(self, field.name) for field in fields(PackRules)}
+        asked = [
+            f"{field.name}={value!r}" for field, value in values.items() if value != field.default
+        ]
+        return f" with {', '.join(asked)}" if asked else ""
 
     def shard_multiple(self, *, cp_size: int, tp_size: int) -> int:
         """What the rows of a sequence on one rank are a multiple of.

@@ -149,12 +149,12 @@ def _shed(pack: Pack, free: int, samples: Samples) -> list[Pack]:
 def _cut(pack: Pack, size: int, samples: Samples) -> list[Pack]:
     """Move samples to a pack of their own, short ones first, until it costs what the rest does."""
     own, new = samples.work_at[pack.cp_size], samples.work_at[size]
-    tokens = samples.tokens_at[size]
-    order = sorted(pack.samples, key=lambda sample: (own[sample], sample))
+    tokens, capacity = samples.tokens_at[size], samples.capacity_at[size]
+    order = sorted(pack.samples, key=lambda sample: (own[sample], tokens[sample], sample))
     moved, held, work, rest = 0, 0, 0.0, pack.work
-    for sample in order[:-1]:
+    for sample in order[:-1][: samples.max_samples]:
         held, work, rest = held + tokens[sample], work + new[sample], rest - own[sample]
-        if held > size * samples.limit or (moved and work > rest):
+        if held > capacity or (moved and work > rest):
             break
         moved += 1
     if not moved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .config import DynamicCPConfig
-from .layout import alignment
+from .layout import padded_lengths
 from .plan import GroupPlan, Plan, cp_blocks
 from .schedule import check_seqlens
 
@@ -18,9 +18,9 @@ def validate(plan: Plan, *, config: DynamicCPConfig, tp_size: int = 1) -> None:
 
     Every sample runs exactly once. Groups are blocks of `cp_blocks` within the bounds on the CP
     size, and share no rank inside a micro-batch, so no order of arrival can deadlock. Packs keep
-    to the cap, padding included; not those of "uniform", whose cap is on one sequence before
-    padding. If the plan is barriered, every micro-batch covers all ranks and each group has a
-    sample, unless no sample of the micro-batch could be given to it.
+    to what the settings ask of them and, padding included, to the cap; for "uniform" the cap is on
+    one sequence before padding. If the plan is barriered, every micro-batch covers all ranks and
+    each group has a sample, unless no sample of the micro-batch could be given to it.
 
     Raises:
         ValueError: the first thing that is wrong.
@@ -29,8 +29,11 @@ def validate(plan: Plan, *, config: DynamicCPConfig, tp_size: int = 1) -> None:
     _check_samples(plan)
     _check_groups(plan)
     _check_cp_sizes(plan, config)
-    if plan.scheduler != "uniform":
-        _check_cap(plan, config, tp_size)
+    for place, _, group in _places(plan):
+        try:
+            _check_pack(plan, group.samples, group.cp_size, config, tp_size)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
     if plan.scheduler not in LOOSE_SCHEDULERS:
         _check_idle(plan, config, tp_size)
 
@@ -100,6 +103,13 @@ def _check_covered(plan: Plan, taken: set[tuple[int, int]]) -> None:
 
 
 def _check_cp_sizes(plan: Plan, config: DynamicCPConfig) -> None:
+    for index, micro_batch in enumerate(plan.micro_batches):
+        sizes = sorted({group.cp_size for group in micro_batch.groups})
+        if plan.scheduler == "uniform" and len(sizes) > 1:
+            raise ValueError(
+                f"micro-batch {index} has CP sizes {', '.join(map(str, sizes))}, and a uniform "
+                "plan one for all its groups; cut all alike, or use scheduler='balanced'"
+            )
     lowest, highest = config.min_cp_size, config.highest_cp_size or plan.world_size
     for place, _, group in _places(plan):
         if not lowest <= group.cp_size <= highest:
@@ -109,21 +119,33 @@ def _check_cp_sizes(plan: Plan, config: DynamicCPConfig) -> None:
             )
 
 
-def _check_cap(plan: Plan, config: DynamicCPConfig, tp_size: int) -> None:
-    limit = config.max_seqlen_per_dp_cp_rank
-    for place, _, group in _places(plan):
-        tokens = _tokens_per_rank(plan, group.samples, group.cp_size, tp_size)
-        if tokens > limit:
+def _check_pack(
+    plan: Plan, samples: Sequence[int], cp_size: int, config: DynamicCPConfig, tp_size: int
+) -> None:
+    """Some samples as the pack of a group."""
+    rules, limit = config.rules, config.max_seqlen_per_dp_cp_rank
+    rules.check_sequences(len(samples))
+    lengths = [plan.seqlens[sample] for sample in samples]
+    padded = padded_lengths(lengths, cp_size=cp_size, tp_size=tp_size, rules=rules)
+    rows = sum(padded) // cp_size
+    if plan.scheduler == "uniform":
+        _check_each(plan, samples, cp_size, limit)
+    elif rows > limit:
+        raise ValueError(
+            f"samples {list(samples)} are {rows} tokens a rank, padding included, above "
+            f"max_seqlen_per_dp_cp_rank={limit}; move some to another group, widen this one or "
+            "raise the limit"
+        )
+
+
+def _check_each(plan: Plan, samples: Sequence[int], cp_size: int, limit: int) -> None:
+    for sample in samples:
+        if plan.seqlens[sample] > cp_size * limit:
             raise ValueError(
-                f"{place}: samples {list(group.samples)} are {tokens} tokens a rank, padding "
-                f"included, above max_seqlen_per_dp_cp_rank={limit}; move some to another group, "
-                "widen this one or raise the limit"
+                f"sample {sample} has {plan.seqlens[sample]} tokens, above "
+                f"max_seqlen_per_dp_cp_rank={limit} for each of {cp_size} ranks; widen the group "
+                "or raise the limit"
             )
-
-
-def _tokens_per_rank(plan: Plan, samples: Sequence[int], cp_size: int, tp_size: int) -> int:
-    unit = alignment(cp_size=cp_size, tp_size=tp_size)
-    return sum(-(-plan.seqlens[sample] // unit) * unit for sample in samples) // cp_size
 
 
 def _check_idle(plan: Plan, config: DynamicCPConfig, tp_size: int) -> None:
@@ -143,8 +165,11 @@ def _better(
     """What would give the ranks of a group without samples something to do."""
 
     def fit(samples: Sequence[int], cp_size: int) -> bool:
-        limit = config.max_seqlen_per_dp_cp_rank
-        return _tokens_per_rank(plan, samples, cp_size, tp_size) <= limit
+        try:
+            _check_pack(plan, samples, cp_size, config, tp_size)
+        except ValueError:
+            return False
+        return True
 
     busy = [group for group in plan.micro_batches[index].groups if group.samples]
     if not busy:

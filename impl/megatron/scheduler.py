@@ -76,18 +76,18 @@ def _check_bounds(config: DynamicCPConfig) -> None:
 def _padded(
     index: int, seqlen: int, *, config: DynamicCPConfig, world_size: int, tp_size: int
 ) -> int:
-    """Length of a sample at the CP size that Megatron will give it, so that the cap holds then."""
-    limit, cp_size = config.max_seqlen_per_dp_cp_rank, 1
+    """Length by which Megatron gives a sample the narrowest group on which the cap holds."""
+    limit, rules, cp_size = config.max_seqlen_per_dp_cp_rank, config.rules, 1
     while cp_size <= world_size:
-        unit = alignment(cp_size=cp_size, tp_size=tp_size)
+        unit = alignment(cp_size=cp_size, tp_size=tp_size, rules=rules)
         padded = -(-seqlen // unit) * unit
-        if padded <= cp_size * limit:
-            return padded
+        if padded <= cp_size * rules.rows_within(limit, cp_size=cp_size, tp_size=tp_size):
+            return max(padded, cp_size // 2 * limit + 1)  # too long for any narrower group
         cp_size *= 2
     raise ValueError(
         f"sequence {index} has {seqlen} tokens, which no group of a power of two ranks fits: "
-        f"max_seqlen_per_dp_cp_rank={limit}, padding included, on {world_size} DP×CP ranks; "
-        "shorten it, raise the limit or use more ranks"
+        f"max_seqlen_per_dp_cp_rank={limit}{rules.asked}, padding included, on {world_size} "
+        "DP×CP ranks; shorten it, raise the limit or use more ranks"
     )
 
 

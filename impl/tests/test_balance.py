@@ -96,6 +96,31 @@ def test_padding_only_is_planned_where_nothing_else_can_be(options, idle) -> Non
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # a pack of 20 rows would be padded to 32
+        (
+            {"seqlens": (10,) * 4, "cap": 24, "world_size": 2, "pack_multiple": 16},
+            [[(1, (0,)), (1, (1,))], [(1, (2,)), (1, (3,))]],
+        ),
+        # 48 rows are within the cap, not within a bucket that is
+        (
+            {"seqlens": (10,) * 4, "cap": 48, "world_size": 1, "pack_buckets": (20, 64)},
+            [[(1, (0, 1))], [(1, (2, 3))]],
+        ),
+        (
+            {"seqlens": (1,) * 5, "cap": 48, "world_size": 1, "max_sequences": 2},
+            [[(1, (0, 1))], [(1, (2, 3))], [(1, (4,))]],
+        ),
+        # zigzag would hold 8 rows
+        ({"seqlens": (13,), "cap": 7, "world_size": 2, "layout": "contiguous"}, [[(2, (0,))]]),
+    ],
+)
+def test_packs_are_padded_as_asked_before_the_cap_is_taken(options, expected) -> None:
+    assert sizes_and_samples(plan_of(**options)) == expected
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"seqlens": ()}, "the batch is empty: dynamic CP needs at least one sequence"),
@@ -116,6 +141,22 @@ def test_padding_only_is_planned_where_nothing_else_can_be(options, idle) -> Non
             {"seqlens": (3,), "world_size": 6, "min_cp_size": 4, "max_cp_size": 5},
             "no CP sizes from min_cp_size=4 to max_cp_size=5 give each of 6 DP×CP ranks a group; "
             "sizes are 1, 2, 4, 6",
+        ),
+        (
+            {"seqlens": (2, 9), "cap": 20, "world_size": 2, "pack_multiple": 16, "max_cp_size": 1}
+            | {"pack_buckets": (16,), "sequence_multiple": 5},
+            "16 rows of pack_buckets=(16,) are not a multiple of 80, ",
+        ),
+        (
+            {"seqlens": (2, 65), "cap": 20, "pack_multiple": 16},
+            "sequence 1 has 65 tokens, which no CP size fits: max_seqlen_per_dp_cp_rank=20 with "
+            "pack_multiple=16, padding included, on 4 DP×CP ranks, CP sizes 1, 2, 4; shorten it, "
+            "raise the limit or use more ranks",
+        ),
+        (
+            {"seqlens": (2, 9), "cap": 64, "world_size": 2, "pack_buckets": (4,)},
+            "sequence 1 has 9 tokens, which no CP size fits: max_seqlen_per_dp_cp_rank=64 with "
+            "pack_buckets=(4,), padding included, ",
         ),
         ({"seqlens": (3,), "world_size": 0}, "world_size=0 must be at least 1"),
     ],

@@ -43,6 +43,21 @@ def test_ranks_run_the_queues_of_megatron(seqlens, cap, world_size, queues, barr
     assert queues_of(plan, world_size=world_size) == queues
 
 
+@pytest.mark.parametrize(
+    ("seqlens", "cap", "asked", "queues"),
+    [
+        # a bucket of 16 rows holds a sample on one rank, one of 8 on two
+        ((13, 13, 13, 13), 16, {"pack_buckets": (16,)}, [[0], [1], [2], [3]]),
+        ((13, 13, 13, 13), 16, {"pack_buckets": (8, 24)}, [[0, 2], [0, 2], [1, 3], [1, 3]]),
+        # 25 tokens would be 13 on each of two ranks, and 16 if they come in eights
+        ((25, 1), 14, {"sequence_multiple": 8}, [[0, 1]] * 4),
+        ((25, 1), 14, {"layout": "contiguous"}, [[0], [0], [1], [1]]),
+    ],
+)
+def test_samples_are_padded_as_asked_before_the_cap_is_taken(seqlens, cap, asked, queues) -> None:
+    assert queues_of(plan_of(seqlens, cap=cap, world_size=4, **asked), world_size=4) == queues
+
+
 def test_each_sample_is_a_pass_of_its_own_and_barriers_are_filled_up() -> None:
     plan = plan_of((5, 13, 24, 1), cap=16, world_size=4)
     packs = [[group.samples for group in one.groups] for one in plan.micro_batches]
@@ -107,6 +122,11 @@ def test_fault_of_megatron_is_named(seqlens, world_size, words) -> None:
             "sequence 7 has 9000 tokens, which no group of a power of two ranks fits: "
             "max_seqlen_per_dp_cp_rank=1024, padding included, on 4 DP×CP ranks; shorten it, "
             "raise the limit or use more ranks",
+        ),
+        (
+            {"seqlens": [3, 65], "cap": 20, "pack_multiple": 16},
+            "sequence 1 has 65 tokens, which no group of a power of two ranks fits: "
+            "max_seqlen_per_dp_cp_rank=20 with pack_multiple=16, padding included, ",
         ),
         (
             {"seqlens": [3], "max_cp_size": 2},

@@ -1,5 +1,6 @@
 """The scheduler that the settings name, and uniform plans against those worked by hand."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -70,6 +71,45 @@ def test_one_cp_size_is_left_when_dynamic_cp_is_off(scheduler) -> None:
     )
     plan = make_plan([5, 13, 24, 1, 1], config=config, world_size=4)
     assert {group.cp_size for one in plan.micro_batches for group in one.groups} == {2}
+
+
+def test_uniform_plan_cuts_the_batch_in_input_order_and_sizes_each_micro_batch() -> None:
+    config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=16, micro_batch_samples=2)
+    plan = make_plan([40, 5, 20, 3, 7], config=config, world_size=4)
+    assert [
+        [(group.cp_size, group.samples) for group in one.groups] for one in plan.micro_batches
+    ] == [
+        [(4, (0, 1))],
+        [(2, (2,)), (2, (3,))],
+        [(1, (4,)), (1, ()), (1, ()), (1, ())],
+    ]
+
+
+def test_sample_that_fits_no_uniform_micro_batch_is_named_by_its_place_in_the_batch() -> None:
+    config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=16, micro_batch_samples=2)
+    with pytest.raises(ValueError, match=r"^sequence 3 has 65 tokens, which no CP size fits: "):
+        make_plan([40, 5, 20, 65, 7], config=config, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"max_sequences": 2},
+            "a pack of 3 sequences is above max_sequences=2; raise it or pack ",
+        ),
+        ({"pack_buckets": (8, 16)}, "a pack of 19 rows a rank is above the last of pack_buckets="),
+    ],
+)
+def test_uniform_pack_that_is_asked_too_much_of_is_refused_and_smaller_ones_run(
+    asked, words
+) -> None:
+    config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=16, **asked)
+    seqlens = [9, 8, 7, 4, 6]  # 9, 6 and 4; 8 and 7
+    with pytest.raises(ValueError, match=f"^micro-batch 0, rank 0: {re.escape(words)}"):
+        make_plan(seqlens, config=config, world_size=2)
+    smaller = dataclasses.replace(config, micro_batch_samples=3)
+    assert len(make_plan(seqlens, config=smaller, world_size=2).micro_batches) == 2
 
 
 @pytest.mark.parametrize(

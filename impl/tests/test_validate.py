@@ -113,6 +113,54 @@ def test_cap_is_exact() -> None:
         validate(plan_of([([0], [0])], seqlens=(9,), world_size=1), config=CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"pack_multiple": 16}, "samples [2] are 16 tokens a rank, padding included, above "),
+        ({"pack_buckets": (10,)}, "samples [2] are 10 tokens a rank, padding included, above "),
+        ({"sequence_multiple": 3}, "samples [2] are 12 tokens a rank, padding included, above "),
+        ({"sequence_multiple": 9, "layout": "contiguous"}, "samples [2] are 9 tokens a rank, "),
+    ],
+    ids=str,
+)
+def test_padding_of_every_kind_counts_towards_the_cap(asked, words) -> None:
+    config = dataclasses.replace(CONFIG, **asked)
+    with pytest.raises(ValueError, match=f"^micro-batch 0, ranks 0..1: {re.escape(words)}"):
+        validate(plan_of(*GOOD), config=config)
+
+
+def test_contiguous_layout_pads_to_less() -> None:
+    plan = plan_of([([0, 1], [0])], seqlens=(13,), world_size=2)
+    seven = dataclasses.replace(CONFIG, max_seqlen_per_dp_cp_rank=7)
+    validate(plan, config=dataclasses.replace(seven, layout="contiguous"))
+    with pytest.raises(ValueError, match=re.escape("samples [0] are 8 tokens a rank")):
+        validate(plan, config=seven)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"max_sequences": 1},
+            "a pack of 2 sequences is above max_sequences=1; raise it or pack ",
+        ),
+        (
+            {"pack_buckets": (6,)},
+            "a pack of 10 rows a rank is above the last of pack_buckets=(6,); add a larger one or "
+            "pack fewer tokens",
+        ),
+        ({"pack_buckets": (11,)}, "11 rows of pack_buckets=(11,) are not a multiple of 2, which"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheduler", ["uniform", "balanced", "megatron"])
+def test_pack_that_cannot_be_asked_for_is_refused(asked, words, scheduler) -> None:
+    plan = plan_of([([0, 1], [2, 4]), ([2, 3], [0])], [([0, 1], [1]), ([2, 3], [3])])
+    config = dataclasses.replace(CONFIG, max_seqlen_per_dp_cp_rank=10, **asked)
+    with pytest.raises(ValueError, match=f"^micro-batch 0, ranks 0..1: {re.escape(words)}"):
+        validate(dataclasses.replace(plan, scheduler=scheduler), config=config)
+
+
 def test_group_without_samples_is_refused_without_barriers() -> None:
     words = "micro-batch 1, ranks 2..3: no sample to run; leave the group out"
     plan = plan_of(GOOD[0], [([0, 1], [3, 4]), ([2, 3], [])], barriered=False)
@@ -160,3 +208,23 @@ def test_padding_only_is_fine_where_nothing_else_can_be(micro_batch, settings) -
 def test_uniform_plan_keeps_its_own_rules() -> None:
     micro_batch: list[Group] = [([0, 1], [0, 1, 2, 3, 4]), ([2, 3], [])]
     validate(plan_of(micro_batch, scheduler="uniform"), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "words"),
+    [
+        (
+            [([0, 1], [2, 3, 4]), ([2], [0]), ([3], [1])],
+            "micro-batch 0 has CP sizes 1, 2, and a uniform plan one for all its groups; cut all "
+            "alike, or use scheduler='balanced'",
+        ),
+        (
+            [([0], [0, 1]), ([1], [2]), ([2], [3]), ([3], [4])],
+            "micro-batch 0, rank 1: sample 2 has 14 tokens, above max_seqlen_per_dp_cp_rank=8 for "
+            "each of 1 ranks; widen the group or raise the limit",
+        ),
+    ],
+)
+def test_uniform_plan_that_breaks_its_own_rules_is_refused(micro_batch, words) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        validate(plan_of(micro_batch, scheduler="uniform"), config=CONFIG)
