@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .report import Report
 
 KINDS_SHOWN = 10
+_CORNER = "padding \\ CP"
 
 _STYLES = {
     Verdict.PASS: "green",
@@ -51,7 +52,8 @@ def print_reports(
         console.print(_matrix_of_one(reports[0]))
         _line(console, f"{_LEGEND}\nn/m: so many of the cell's m cases")
     elif reports:
-        console.print(_matrix_of_versions(reports))
+        for table in _matrix_of_versions(reports, console.width):
+            console.print(table)
         _line(console, f"m: CP sizes mixed in one batch\n{_LEGEND}")
     for report, label in zip(reports, column_labels(reports), strict=True):
         _line(console)
@@ -100,7 +102,7 @@ def _matrix_of_one(report: Report) -> Table:
     names = matrix.columns(report.cases)
     found = matrix.cells(report.cases)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("padding \\ CP", overflow="fold")
+    table.add_column(_CORNER, overflow="fold")
     for name in names:
         table.add_column(name, no_wrap=True)
     for padding in matrix.paddings(report.cases):
@@ -109,19 +111,29 @@ def _matrix_of_one(report: Report) -> Table:
     return table
 
 
-def _matrix_of_versions(reports: Sequence[Report]) -> Table:
+def _matrix_of_versions(reports: Sequence[Report], width: int) -> Iterator[Table]:
+    """One table if the width has room for all versions; else as few as can be, of like sizes."""
     everything = [result for report in reports for result in report.cases]
-    names = matrix.columns(everything)
+    names, paddings = matrix.columns(everything), matrix.paddings(everything)
     short = ["m" if name == matrix.MIXED else name for name in names]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(Text("\npadding \\ CP"), overflow="fold")
-    for label in column_labels(reports):
-        table.add_column(Text(f"{label}\n{' '.join(short)}"), no_wrap=True)
     found = [matrix.cells(report.cases) for report in reports]
-    for padding in matrix.paddings(everything):
-        rows = ([cells.get((padding, name), Cell()) for name in names] for cells in found)
-        table.add_row(Text(padding), *(_symbols(row, short) for row in rows))
-    return table
+    heads = [f"{label}\n{' '.join(short)}" for label in column_labels(reports)]
+    first = max(map(len, (_CORNER, *paddings)))
+    widest = max(len(line) for head in heads for line in head.splitlines())
+    fitting = max(1, (width - first - 3) // (widest + 2))  # 2 between columns, 1 before the first
+    size = -(-len(heads) // -(-len(heads) // fitting))
+    for start in range(0, len(heads), size):
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column(Text(f"\n{_CORNER}"), overflow="fold")
+        for head in heads[start : start + size]:
+            table.add_column(Text(head), no_wrap=True)
+        for padding in paddings:
+            rows = (
+                [cells.get((padding, name), Cell()) for name in names]
+                for cells in found[start : start + size]
+            )
+            table.add_row(Text(padding), *(_symbols(row, short) for row in rows))
+        yield table
 
 
 def _symbols(row: Sequence[Cell], headers: Sequence[str]) -> Text:

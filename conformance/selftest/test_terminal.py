@@ -1,6 +1,7 @@
 """What a person reads in a terminal."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -85,6 +86,20 @@ def test_four_versions_fit_into_80_columns() -> None:
 
     assert header.count("1 2 3 4 6 8 m") == 4
     assert "embedding-1e4 " in _printed(*reports)
+
+
+def test_more_versions_than_80_columns_hold_come_in_tables_of_like_sizes() -> None:
+    reports = [
+        report(failure(cp=(2,)) if n == 9 else result(cp=(2,)), megatron=f"0.1{n}.2")
+        for n in range(5, 10)
+    ]
+    lines = _printed(*reports).splitlines()
+    heads = [line.split() for line in lines if re.fullmatch(r"( +0\.1\d\.2)+", line)]
+    rows = [line.split() for line in lines if line.startswith(" zero")]
+
+    assert heads == [["0.15.2", "0.16.2", "0.17.2"], ["0.18.2", "0.19.2"]]
+    assert [row.count("✓") for row in rows] == [3, 1]
+    assert [row.count("✗") for row in rows] == [0, 1]
 
 
 def test_no_more_than_ten_kinds_are_printed() -> None:
