@@ -25,7 +25,7 @@ from conformance.verdict import exit_status
 
 from .suite import CHECKOUT, NOTHING_VERIFIED
 
-VERSIONS = ("0161", "0171", "0182", "0192")
+VERSIONS = ("0153", "0161", "0171", "0182", "0192")
 
 # uv's refusal as tox-uv shows it, and tox's own.
 _NO_PYTHON = re.compile(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..protocol import RankContext
+from ..protocol import RankContext, Unsupported
 from . import impl
 
 if TYPE_CHECKING:
@@ -28,7 +28,13 @@ class Rank(impl.Rank):
 
     def enter_megatron(self, context: RankContext) -> None:
         from impl.megatron.parallel import model_parallel
+        from impl.megatron.probe import features
 
+        if features().group_keyword is None:
+            raise Unsupported(
+                f"megatron-core {features().version} has no dynamic CP of its own; "
+                "0.16.0 and later have"
+            )
         # with one rank there is nothing to cut, and Megatron refuses the keyword
         self.resources.enter_context(model_parallel(megatron_groups=context.world_size > 1))
 
