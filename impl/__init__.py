@@ -7,6 +7,7 @@ planner    lengths → the plan of a step, by the scheduler that the settings na
 balance    the balanced scheduler; cost, packing and tiling are its parts
 validate   whether a plan can be run
 groups     a process group for every CP size
+state      Megatron's model-parallel state and these groups, opened once
 split      the whole batch → this rank's sub-batch
 rules      what packs are padded to, and how sequences are cut
 layout     which token sits in which row of which rank
@@ -16,7 +17,7 @@ forward    a micro-batch through a GPTModel
 logprobs   log-probs and entropy from logits
 loss       weights that make a masked loss a plain sum
 merge      outputs of every group → the whole batch, in input order
-engine     all of it as one training step on Megatron's schedules; scale, parallel, collect and
+engine     all of it as one training step on Megatron's schedules; scale, parallel and
            vocab_parallel are its parts
 megatron/  everything that imports Megatron
 """

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .collect import collect_outputs, collect_sums
 from .collectives import all_gather
 from .forward import LogitsProcessor, process_logits, run_pack
-from .groups import create_cp_groups, destroy_cp_groups
 from .megatron import training
 from .megatron.cpu import cpu_training_mode
 from .megatron.model import GPTConfig, check_divisible
-from .megatron.parallel import model_parallel
 from .megatron.weights import hf_gradients, hf_parameters, split_dim
-from .parallel import ParallelLayout
+from .merge import merge_step
 from .plan import GroupPlan, Plan
 from .scale import MAIN_ROAD, Counts, Road, loss_factor
 from .split import common_seqlens, select_samples
+from .state import ParallelState, open_parallel_state
 from .thd import PackedRow, preprocess_thd_engine
+
+__all__ = ["Engine", "LossFn", "StepResult", "open_parallel_state"]
 
 LossFn = Callable[
     [Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]
@@ -53,7 +51,6 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class _MicroBatch:
-    plan: GroupPlan
     inputs: Mapping[str, Tensor]
     packed: PackedRow
     counts: Counts
@@ -68,56 +65,50 @@ class _Report:
 class Engine:
     """A model that trains with dynamic CP on Megatron's schedules, in float64 on the CPU.
 
-    Made and closed on every rank of the default process group together. Megatron's model-parallel
-    state is global and lives as long as the engine, so there can be one at a time.
+    Made on every rank of the state together.
 
     Args:
-        layout: how the model is spread.
+        state: from `open_parallel_state`, which says how batches are cut and the model is spread.
         model, weights: what is trained, from Hugging Face names of the whole model.
         road: how the loss reaches Megatron; gradients are the same on all of them.
         optimizer: keywords of Megatron's `OptimizerConfig`; none means gradients only.
-        timeout: limit of a collective in a CP group.
     Raises:
-        UnsupportedMegatron: the installed one lacks something, before any collective.
-        ValueError: world, model, layout or road do not go together, likewise.
+        ValueError: model, layout or road do not go together, before any collective.
+
+    >>> with open_parallel_state(config, layout) as state:  # doctest: +SKIP
+    ...     engine = Engine(state, model=model, weights=weights, optimizer={"lr": 1e-3})
+    ...     result = engine.forward_backward_batch(batch, loss_fn)
+    ...     engine.optimizer_step()
     """
 
     def __init__(
         self,
+        state: ParallelState,
         *,
-        layout: ParallelLayout,
         model: GPTConfig,
         weights: Mapping[str, Tensor],
         road: Road = MAIN_ROAD,
         optimizer: Mapping[str, Any] | None = None,
-        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        training.check_megatron()
-        check_divisible(model, layout)
+        self.state, self.model, self.road = state, model, road
+        self.layout, self.groups = state.layout, state.groups
+        check_divisible(model, self.layout)
         if road.ddp_averages == road.per_token:
             raise ValueError(f"{road}: Megatron's data parallelism averages unless per_token")
-        places = layout.dp_cp_ranks(dist.get_world_size())
-        self.layout, self.model, self.road = layout, model, road
-        with ExitStack() as resources, cpu_training_mode():
-            resources.enter_context(model_parallel(layout))
-            self.groups = create_cp_groups(places, timeout=timeout)
-            resources.callback(destroy_cp_groups, self.groups)
-            self.chunks = training.build_chunks(model, weights, layout=layout, road=road)
+        with cpu_training_mode():
+            self.chunks = training.build_chunks(model, weights, layout=self.layout, road=road)
             self.optimizer = None
             if optimizer is not None:
-                self.optimizer = training.build_optimizer(self.chunks, optimizer, layout=layout)
-            self.resources = resources.pop_all()
-
-    def close(self) -> None:
-        """Give back Megatron's state and the groups."""
-        self.resources.close()
+                self.optimizer = training.build_optimizer(
+                    self.chunks, optimizer, layout=self.layout
+                )
 
     def forward_backward_batch(
         self,
         batch: Mapping[str, Tensor],
         loss_fn: LossFn,
         *,
-        plan: Plan,
+        plan: Plan | None = None,
         logits_processor: LogitsProcessor | None = None,
         fill: Mapping[str, float] | None = None,
         on_pack: Callable[[PackedRow], None] | None = None,
@@ -131,16 +122,18 @@ class Engine:
         Args:
             batch: jagged [S, L, ...] by name, equal on all ranks; "input_ids" int64. What else is
                 in it goes to the logits processor (packed) and to `loss_fn` (per sequence).
-            plan: how the batch is cut.
+            plan: how the batch is cut; if none is given, the one that the settings make.
             logits_processor: as in `gptmodel_forward_model_engine`; with tensor parallelism its
                 logits are this rank's part of the vocabulary (`impl.vocab_parallel`).
             fill: by name, what padded rows of the inputs hold. on_pack: called with every pack of
                 this rank before the first one runs, for inspection.
+            forward_only: leave gradients alone.
         Raises:
             ValueError: a batch or a plan that cannot be run. PlanMismatch: ranks have different
                 ones. Both before the model runs.
         """
         seqlens = common_seqlens(batch)
+        plan = plan or self.state.plan(seqlens)
         self._check_plan(plan, seqlens)
         micro_batches = self._micro_batches(batch, plan, fill)
         if on_pack is not None:
@@ -154,7 +147,7 @@ class Engine:
             reports = training.run_schedule(
                 self.chunks, step, micro_batches, forward_only=forward_only
             )
-            return self._result(reports, micro_batches, seqlens)
+            return self._result(reports, plan)
 
     def optimizer_step(self) -> float | None:
         """Megatron's optimizer on the gradients that are there; their norm before clipping."""
@@ -212,11 +205,12 @@ class Engine:
                 inputs,
                 cp_group=self.groups.of_ranks(group.ranks),
                 tp_size=self.layout.pack_tp_size,
+                rules=self.state.config.rules,
                 fill=fill,
                 labels_of="input_ids",
             )
             counts = self._counts(packed, plan, len(groups))
-            micro_batches.append(_MicroBatch(group, inputs, packed, counts))
+            micro_batches.append(_MicroBatch(inputs, packed, counts))
         return micro_batches
 
     def _counts(self, packed: PackedRow, plan: Plan, num_microbatches: int) -> Counts:
@@ -256,18 +250,23 @@ class Engine:
             return scaled, report
         return scaled, torch.tensor(one.counts.local_tokens, dtype=torch.int32), report
 
-    def _result(
-        self,
-        reports: Sequence[_Report],
-        micro_batches: Sequence[_MicroBatch],
-        seqlens: tuple[int, ...],
-    ) -> StepResult:
-        values = {"loss": torch.zeros((), dtype=torch.float64)}
+    def _result(self, reports: Sequence[_Report], plan: Plan) -> StepResult:
+        values: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64)}
         outputs: dict[str, Tensor] = {}
         if training.is_last_stage():
-            groups, group = [one.plan for one in micro_batches], self.groups.dp_cp_group
-            values = collect_sums([report.values for report in reports], groups, group)
+            values = self._summed([report.values for report in reports], plan)
             found = [report.outputs for report in reports]
-            outputs = collect_outputs(found, groups, seqlens=seqlens, dp_cp_group=group)
+            outputs = merge_step(found, plan=plan, dp_cp_group=self.groups.dp_cp_group)
         training.broadcast_from_last_stage(values["loss"])
         return StepResult(values.pop("loss"), values, outputs)
+
+    def _summed(self, parts: Sequence[Mapping[str, Tensor]], plan: Plan) -> dict[str, Tensor]:
+        """Scalars of all micro-batches and groups added up, each group counted once."""
+        me = self.groups.dp_cp_rank
+        led = [group.ranks[0] == me for group in plan.for_rank(me)]
+        sums = torch.zeros(len(parts[0]), dtype=torch.float64)
+        for part, counts in zip(parts, led, strict=False):
+            if counts:
+                sums += torch.stack([value.detach().double() for value in part.values()])
+        dist.all_reduce(sums, group=self.groups.dp_cp_group)
+        return dict(zip(parts[0], sums.unbind(), strict=True))

@@ -1,8 +1,8 @@
 """Process groups for every CP size: ours, since Megatron's lack sizes and can have wrong members.
 
 For 10 ranks Megatron's group of "size 4" may hold two (megatron-core 0.16.1 to 0.19.2), and it has
-none of size 1, so that "no group" means both "CP is off" and "use the default". Here each size
-that divides the world has a real group on every rank, size 1 included.
+none of size 1, so that "no group" means both "CP is off" and "use the default". Here every block
+of `impl.plan.cp_blocks` is a real group, size 1 included.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .schedule import check_cp_size, cp_sizes
+from .plan import cp_blocks
 
 
 class PlanMismatch(RuntimeError):
@@ -27,7 +27,8 @@ class CPGroups:
 
     Args:
         dp_cp_group: all DP×CP ranks. dp_cp_rank: this rank's place among them.
-        by_size: for each size of `cp_sizes`, the group of that size that holds this rank.
+        by_size: the groups of `cp_blocks` that hold this rank, one of a size. The last of 6 ranks
+            is in none of size 4.
     """
 
     dp_cp_group: dist.ProcessGroup
@@ -40,15 +41,6 @@ class CPGroups:
     @property
     def dp_cp_rank(self) -> int:
         return self.dp_cp_group.rank()
-
-    def of_size(self, cp_size: int) -> dist.ProcessGroup:
-        """The group of `cp_size` that holds this rank.
-
-        Raises:
-            ValueError: no such groups; raised on every rank alike, before any collective.
-        """
-        check_cp_size(cp_size, world_size=self.world_size)
-        return self.by_size[cp_size]
 
     def of_ranks(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these DP×CP ranks, of which this rank is one.
@@ -83,23 +75,22 @@ class CPGroups:
 
 
 def create_cp_groups(dp_cp_ranks: Sequence[Sequence[int]], *, timeout: timedelta) -> CPGroups:
-    """Make the groups of every CP size; a collective over the default group.
+    """Make every group of `cp_blocks`; a collective over the default group.
 
     Args:
         dp_cp_ranks: the DP×CP rank lists of the whole world (one for each TP, PP place), the
             same on every rank; together they hold every rank once.
         timeout: limit of each collective in these groups.
     """
-    size = len(dp_cp_ranks[0])
+    blocks = cp_blocks(len(dp_cp_ranks[0]))
     mine: dict[int, dist.ProcessGroup] = {}
-    for cp_size in cp_sizes(size):
+    for block in blocks:
         for ranks in dp_cp_ranks:
-            for start in range(0, size, cp_size):
-                members = list(ranks[start : start + cp_size])
-                group = dist.new_group(members, timeout=timeout)
-                if dist.get_rank() in members:
-                    mine[cp_size] = group
-    return CPGroups(dp_cp_group=mine[size], by_size=mine)
+            members = [ranks[place] for place in block]
+            group = dist.new_group(members, timeout=timeout)
+            if dist.get_rank() in members:
+                mine[len(block)] = group
+    return CPGroups(dp_cp_group=mine[len(blocks[-1])], by_size=mine)
 
 
 def destroy_cp_groups(groups: CPGroups) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,87 +12,125 @@ from torch import Tensor
 
 from .collectives import all_gather
 from .pack import jagged
+from .plan import GroupPlan, Plan
 
 if TYPE_CHECKING:
     from .groups import CPGroups
     from .split import SubBatch
 
+Outputs = Mapping[str, Tensor]
+
 
 def dynamic_cp_merge_output(
-    outputs: Mapping[str, Tensor], batch: SubBatch, *, groups: CPGroups
+    outputs: Outputs, batch: SubBatch, *, groups: CPGroups
 ) -> dict[str, Tensor]:
-    """Put every group's outputs back into the order of the whole batch.
+    """Put every group's outputs of one micro-batch back in order; see `merge_step`."""
+    return merge_step([outputs], plan=batch.plan, dp_cp_group=groups.dp_cp_group)
+
+
+def merge_step(
+    outputs: Sequence[Outputs], *, plan: Plan, dp_cp_group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """Put the outputs of all micro-batches and groups into the order of the whole batch.
 
     One tensor all-gather per output, in which each member of a CP group sends its share of the
     group's values. Every rank must go on to compute the same from the result: each group keeps the
     gradient of its own samples.
 
     Args:
-        outputs: jagged [S, L, ...] of this rank's group, equal on its members.
+        outputs: of each micro-batch of this rank in the order of its plan, then of any packs of
+            padding; jagged [S, L, ...], equal on the members of the group.
     Returns:
         jagged [whole batch, L, ...], bit for bit the same on every rank.
     """
-    if groups.world_size == 1:
-        return dict(outputs)
-    cp_size = batch.local_cp_size
-    slots, share = merge_slots(batch.batch_seqlens, batch.group_samples, cp_size=cp_size)
-    start = groups.dp_cp_rank // cp_size * cp_size * share  # where this rank's group begins
-    route = _Route(slots, share, start, batch.cp_group.rank(), groups.dp_cp_group)
-    return {name: _merge(one, route, batch.batch_seqlens) for name, one in outputs.items()}
+    route = _route(plan, dp_cp_group)
+    return {
+        name: jagged(_merge([one[name].values() for one in outputs], route), plan.seqlens)
+        for name in outputs[0]
+    }
 
 
-def merge_slots(
-    seqlens: Sequence[int], group_samples: Sequence[Sequence[int]], *, cp_size: int
-) -> tuple[Tensor, int]:
+def merge_slots(plan: Plan) -> tuple[Tensor, int]:
     """Where each token of the batch lies after the gather, and how many rows each rank sends.
 
-    A group's values are its samples side by side, cut into `cp_size` equal shares, the last ones
-    filled up.
+    A rank sends its shares of all its groups, in order, and fills them up to what the others send.
 
     Returns:
         int64 [tokens of the batch] into the gathered rows, and the rows per rank.
 
-    >>> merge_slots([2, 1], [[1], [0]], cp_size=1)
+    >>> from impl.plan import MicroBatchPlan
+    >>> groups = (GroupPlan((0,), (1,)), GroupPlan((1,), (0,)))
+    >>> merge_slots(Plan(2, (2, 1), (MicroBatchPlan(groups),), "by hand", True))
     (tensor([2, 3, 0]), 2)
     """
-    sizes = [sum(seqlens[sample] for sample in samples) for samples in group_samples]
-    share = -(-max(sizes) // cp_size)
-    slots: dict[int, Tensor] = {}
-    for group, samples in enumerate(group_samples):
-        place = group * cp_size * share
-        for sample in samples:
-            slots[sample] = torch.arange(place, place + seqlens[sample])
-            place += seqlens[sample]
-    return torch.cat([slots[sample] for sample in range(len(seqlens))]), share
+    sent: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
+    for group, tokens in _tokens_of_groups(plan):
+        for cp_rank, rank in enumerate(group.ranks):
+            sent[rank].append(share_of(tokens, cp_size=group.cp_size, cp_rank=cp_rank))
+    rows = max(sum(map(len, shares)) for shares in sent)
+    slots = torch.empty(sum(plan.seqlens), dtype=torch.int64)
+    for rank, shares in enumerate(sent):
+        place = rank * rows
+        for share in shares:
+            slots[share] = torch.arange(place, place + len(share))
+            place += len(share)
+    return slots, rows
+
+
+def share_of(values: Tensor, *, cp_size: int, cp_rank: int) -> Tensor:
+    """What a member sends of its group's values [N, ...]: equal shares, the last ones shorter."""
+    share = -(-len(values) // cp_size)
+    return values[cp_rank * share :][:share]
+
+
+def _tokens_of_groups(plan: Plan) -> Iterator[tuple[GroupPlan, Tensor]]:
+    """Every group, and which tokens of the batch it holds, in the order it holds them."""
+    sequences = torch.arange(sum(plan.seqlens)).split(list(plan.seqlens))
+    nothing = sequences[0][:0]
+    for micro_batch in plan.micro_batches:
+        for group in micro_batch.groups:
+            yield group, torch.cat([nothing, *(sequences[sample] for sample in group.samples)])
 
 
 @dataclass(frozen=True)
 class _Route:
-    """The way of every output of a batch: `merge_slots`, and where this rank's group stands."""
+    """The way of every output of a step: `merge_slots`, and this rank's groups and tokens."""
 
     slots: Tensor
-    share: int
-    start: int
-    cp_rank: int
+    rows: int
+    groups: tuple[GroupPlan, ...]
+    tokens: tuple[Tensor, ...]
     dp_cp_group: dist.ProcessGroup
 
 
-def _merge(tensor: Tensor, route: _Route, seqlens: tuple[int, ...]) -> Tensor:
-    merged: Tensor = _Merge.apply(tensor.values(), route)  # type: ignore[no-untyped-call]
-    return jagged(merged, seqlens)
+def _route(plan: Plan, dp_cp_group: dist.ProcessGroup) -> _Route:
+    rank = dp_cp_group.rank()
+    mine = [pair for pair in _tokens_of_groups(plan) if rank in pair[0].ranks]
+    groups, tokens = zip(*mine, strict=True) if mine else ((), ())
+    return _Route(*merge_slots(plan), groups, tokens, dp_cp_group)
+
+
+def _merge(values: Sequence[Tensor], route: _Route) -> Tensor:
+    merged: Tensor = _Merge.apply(route, *values)  # type: ignore[no-untyped-call]
+    return merged
 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, route: _Route) -> Tensor:
-        slots, share = route.slots.to(values.device), route.share
-        mine = values[route.cp_rank * share :][:share]
-        level = torch.cat([mine, mine.new_zeros(share - len(mine), *mine.shape[1:])])
-        own = (slots >= route.start) & (slots < route.start + len(values))
-        ctx.save_for_backward(own.nonzero()[:, 0])
-        return all_gather(level, route.dp_cp_group).index_select(0, slots)
+    def forward(ctx: Any, route: _Route, *values: Tensor) -> Tensor:
+        ctx.tokens, ctx.num_values = route.tokens, len(values)
+        rank = route.dp_cp_group.rank()
+        shares = [
+            share_of(one, cp_size=group.cp_size, cp_rank=group.ranks.index(rank))
+            for one, group in zip(values, route.groups, strict=False)
+        ]
+        sent = torch.cat([values[0][:0], *shares])
+        level = torch.cat([sent, sent.new_zeros(route.rows - len(sent), *sent.shape[1:])])
+        gathered = all_gather(level, route.dp_cp_group)
+        return gathered.index_select(0, route.slots.to(gathered.device))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (own,) = ctx.saved_tensors
-        return grad.index_select(0, own), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        own = [grad.index_select(0, tokens.to(grad.device)) for tokens in ctx.tokens]
+        of_padding = [grad[:0]] * (ctx.num_values - len(own))
+        return None, *own, *of_padding

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 
 
@@ -105,9 +103,3 @@ def check_cp_size(cp_size: int, *, world_size: int) -> None:
             f"cp_size={cp_size} cannot be had from {world_size} DP×CP ranks; "
             f"sizes are {', '.join(map(str, cp_sizes(world_size)))}"
         )
-
-
-def plan_hash(seqlens: Sequence[int], *, cp_size: int, samples: Sequence[Sequence[int]]) -> int:
-    """63 bits that differ if any rank sees other lengths, another order or another plan."""
-    plan = json.dumps([list(seqlens), cp_size, [list(group) for group in samples]])
-    return int.from_bytes(hashlib.sha256(plan.encode()).digest()[:8], "big") >> 1

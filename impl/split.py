@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,9 @@ from torch import Tensor
 from .config import DynamicCPConfig
 from .groups import CPGroups
 from .pack import jagged, offsets_of, seqlens_of
+from .plan import Plan
+from .planner import uniform_plan
 from .rules import DEFAULT_RULES, PackRules
-from .schedule import choose_local_cp_size, plan_hash, split_samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +26,8 @@ class SubBatch:
         seqlens: their lengths; empty if there are fewer samples than groups.
         local_cp_size: the size chosen, recorded whatever the number of samples.
         cp_group: the ranks that share these samples.
-        batch_seqlens: lengths of the whole batch. group_samples: sample indices of every group.
-        plan_hash: equal on all ranks if they were given the same lengths and settings.
+        plan: what every group runs, of which this is one; the same on all ranks if they were
+            given the same lengths and settings.
         rules: how its sequences are cut over the ranks.
     """
 
@@ -34,9 +35,7 @@ class SubBatch:
     seqlens: tuple[int, ...]
     local_cp_size: int
     cp_group: dist.ProcessGroup
-    batch_seqlens: tuple[int, ...]
-    group_samples: tuple[tuple[int, ...], ...]
-    plan_hash: int
+    plan: Plan
     rules: PackRules = DEFAULT_RULES
 
     def __getitem__(self, name: str) -> Tensor:
@@ -62,25 +61,16 @@ def dynamic_cp_split_batch(
             "impl.planner.make_plan, or scheduler='uniform'"
         )
     seqlens = common_seqlens(batch)
-    lowest = config.min_cp_size
-    cp_size = choose_local_cp_size(
-        seqlens,
-        world_size=groups.world_size,
-        max_seqlen_per_dp_cp_rank=config.max_seqlen_per_dp_cp_rank,
-        min_cp_size=lowest,
-        max_cp_size=config.max_cp_size if config.dynamic_context_parallel else lowest,
-    )
-    samples = split_samples(seqlens, world_size=groups.world_size, cp_size=cp_size)
-    mine = samples[groups.dp_cp_rank // cp_size]
+    whole = replace(config, micro_batch_samples=None)  # the batch is one micro-batch
+    plan = uniform_plan(seqlens, config=whole, world_size=groups.world_size)
+    (mine,) = plan.for_rank(groups.dp_cp_rank)
     return SubBatch(
-        tensors={name: select_samples(tensor, mine) for name, tensor in batch.items()},
-        seqlens=tuple(seqlens[index] for index in mine),
-        local_cp_size=cp_size,
-        cp_group=groups.of_size(cp_size),
-        batch_seqlens=seqlens,
-        group_samples=tuple(tuple(group) for group in samples),
-        plan_hash=plan_hash(seqlens, cp_size=cp_size, samples=samples),
-        rules=PackRules(layout=config.layout),
+        tensors={name: select_samples(tensor, mine.samples) for name, tensor in batch.items()},
+        seqlens=tuple(seqlens[sample] for sample in mine.samples),
+        local_cp_size=mine.cp_size,
+        cp_group=groups.of_ranks(mine.ranks),
+        plan=plan,
+        rules=config.rules,
     )
 
 

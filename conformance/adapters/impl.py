@@ -212,7 +212,7 @@ class _ModelRun:
                 **logprobs_and_entropy(logits, labels, temperature=temperature),
             }
 
-        self.groups.check_same_plan(sub.plan_hash)
+        self.groups.check_same_plan(sub.plan.hash)
         outputs = gptmodel_forward_model_engine(
             self.model,
             sub,
@@ -256,8 +256,8 @@ class _ModelRun:
 
     def pack_seen(self, micro_batch: MicroBatch, sub: SubBatch) -> Pack:
         assert self.packed is not None
-        group = self.groups.dp_cp_rank // sub.local_cp_size
-        samples = tuple(micro_batch.samples[place] for place in sub.group_samples[group])
+        (mine,) = sub.plan.for_rank(self.groups.dp_cp_rank)
+        samples = tuple(micro_batch.samples[place] for place in mine.samples)
         return pack_seen(samples, self.packed)
 
     def summed(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ engine does all of that: Megatron's schedule, data parallelism and finalising of
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from .impl_translate import gpt_config, pack_seen, poisoned
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from impl.state import ParallelState
     from impl.thd import PackedRow
 
 NAME = "impl_engine"
@@ -34,21 +36,24 @@ versions = impl.versions
 
 
 class Rank:
-    """One rank; every task has an engine of its own."""
+    """One rank: Megatron's model-parallel state lives as long as it does, an engine for a task."""
 
     def __init__(self, context: RankContext) -> None:
-        self.world_size = context.world_size
-        self.timeout = timedelta(seconds=context.timeout_s)
+        from impl.config import DynamicCPConfig
+        from impl.state import open_parallel_state
 
-    def close(self) -> None: ...
+        self.resources = ExitStack()
+        config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=1)  # plans come with the tasks
+        timeout = timedelta(seconds=context.timeout_s)
+        self.state = self.resources.enter_context(open_parallel_state(config, timeout=timeout))
+
+    def close(self) -> None:
+        self.resources.close()
 
     def run(self, task: Task) -> tuple[Outputs, ...]:
-        plans = [step_plan(task, plan, self.world_size) for plan in task.passes]
-        run = _EngineRun(task, self.timeout)
-        try:
-            return tuple(run.one_pass(plan) for plan in plans)
-        finally:
-            run.engine.close()
+        plans = [step_plan(task, plan, self.state.groups.world_size) for plan in task.passes]
+        run = _EngineRun(task, self.state)
+        return tuple(run.one_pass(plan) for plan in plans)
 
 
 def open_rank(context: RankContext) -> Rank:
@@ -87,20 +92,14 @@ def _micro_batch(task: Task, micro_batch: MicroBatch, world_size: int) -> MicroB
 class _EngineRun:
     """One engine through the passes of one task."""
 
-    def __init__(self, task: Task, timeout: timedelta) -> None:
+    def __init__(self, task: Task, state: ParallelState) -> None:
         from impl.engine import Engine
         from impl.loss import prediction_weights
-        from impl.parallel import ParallelLayout
 
         seqlens = task.batch.seqlens
         self.task = task
         self.packed: list[PackedRow] = []
-        self.engine = Engine(
-            layout=ParallelLayout(),
-            model=gpt_config(task),
-            weights=task.weights,
-            timeout=timeout,
-        )
+        self.engine = Engine(state, model=gpt_config(task), weights=task.weights)
         self.engine.chunks[0].module.register_forward_hook(self.poison_padding, with_kwargs=True)
         mask = jagged(torch.cat(task.batch.loss_mask), seqlens)
         values = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impl import layout, merge, pack, schedule
+from impl import layout, merge, pack, plan, schedule
 
 
 class Index:
@@ -61,7 +61,11 @@ class Index:
             for sample, output in zip(group, group_outputs, strict=True)
         }
         seqlens = [len(by_sample[sample]) for sample in range(len(by_sample))]
-        slots, share = merge.merge_slots(seqlens, samples, cp_size=1)
+        groups = tuple(plan.GroupPlan((rank,), tuple(held)) for rank, held in enumerate(samples))
+        micro_batches = (plan.MicroBatchPlan(groups),)
+        slots, share = merge.merge_slots(
+            plan.Plan(len(groups), tuple(seqlens), micro_batches, "by hand", barriered=True)
+        )
         like = by_sample[0]
         gathered = like.new_zeros((len(samples), share, *like.shape[1:]))
         for rows, group_outputs in zip(gathered, outputs, strict=True):

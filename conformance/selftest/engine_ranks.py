@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from impl.config import DynamicCPConfig
 from impl.engine import Engine
 from impl.logprobs import logprobs_and_entropy
 from impl.loss import prediction_weights, weighted_sum
@@ -23,6 +24,7 @@ from impl.pack import jagged
 from impl.parallel import ParallelLayout
 from impl.plan import GroupPlan, MicroBatchPlan, Plan
 from impl.scale import MAIN_ROAD, Road
+from impl.state import ParallelState, open_parallel_state
 from impl.vocab_parallel import vocab_parallel_logprobs_and_entropy
 from reference.config import ModelConfig, weight_shapes
 
@@ -30,6 +32,7 @@ ENTROPY_COEFF = 0.3
 DP_ONLY = ParallelLayout()
 ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.0, "clip_grad": 0.5}
 LIMIT = timedelta(seconds=60)
+CONFIG = DynamicCPConfig(max_seqlen_per_dp_cp_rank=24, scheduler="balanced")
 
 Groups = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Of a micro-batch: ranks and samples of every group."""
@@ -117,32 +120,33 @@ def run_rank(rank: int, folder: str, cases: Mapping[str, Case]) -> None:
 
 
 def _run(case: Case) -> dict[str, Any]:
+    with open_parallel_state(CONFIG, case.layout, timeout=LIMIT) as state:
+        return _step(case, state)
+
+
+def _step(case: Case, state: ParallelState) -> dict[str, Any]:
     engine = Engine(
-        layout=case.layout,
+        state,
         model=GPTConfig(**case.model),
         weights=case.weights(),
         road=case.road,
         optimizer=ADAM if case.adam else None,
-        timeout=LIMIT,
     )
     values = case.batch.draw()
     mask = jagged(values.pop("loss_mask"), case.batch.seqlens)
     values["weights"] = prediction_weights(mask, aggregation=case.aggregation)
     batch = {name: jagged(each, case.batch.seqlens) for name, each in values.items()}
     processor = partial(_outputs, case.layout.tp_size)
-    try:
-        result = engine.forward_backward_batch(
-            batch, _loss, logits_processor=processor, plan=case.plan
-        )
-        return {
-            "loss": result.loss,
-            "metrics": dict(result.metrics),
-            "outputs": {name: output.values() for name, output in result.outputs.items()},
-            "gradients": engine.gradients(),
-            "norm": engine.optimizer_step() if case.adam else None,
-        }
-    finally:
-        engine.close()
+    result = engine.forward_backward_batch(
+        batch, _loss, logits_processor=processor, plan=case.plan
+    )
+    return {
+        "loss": result.loss,
+        "metrics": dict(result.metrics),
+        "outputs": {name: output.values() for name, output in result.outputs.items()},
+        "gradients": engine.gradients(),
+        "norm": engine.optimizer_step() if case.adam else None,
+    }
 
 
 def _outputs(

@@ -31,6 +31,7 @@ WATCH = (
     "impl.megatron.attention",
     "impl.megatron.attention.ExactAttention",
     "impl.merge",
+    "impl.planner",
     "impl.schedule",
     "impl.split",
     "impl.thd",

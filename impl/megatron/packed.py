@@ -31,12 +31,7 @@ def packed_seq_params(
     """
     if cu_seqlens not in ("padded", "real"):
         raise ValueError(f"cu_seqlens={cu_seqlens!r} is not one of padded, real")
-    if index.layout != "zigzag" and cp_group.size() > 1:
-        raise ValueError(
-            f"layout={index.layout!r} at CP size {cp_group.size()}: Megatron's RoPE and attention "
-            "take rank r to hold chunks r and 2 * cp_size - 1 - r of every sequence and cannot be "
-            "given positions; use layout='zigzag'"
-        )
+    check_layout(index.layout, cp_size=cp_group.size())
     padded, longest = index.cu_seqlens_padded, max(index.padded)
     attended = padded if cu_seqlens == "padded" else index.cu_seqlens
     params = PackedSeqParams(
@@ -54,6 +49,20 @@ def packed_seq_params(
     if cu_seqlens == "real":
         _tell_of_padding(params)
     return params
+
+
+def check_layout(layout: str, *, cp_size: int) -> None:
+    """Whether Megatron computes with a layout at a CP size.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if layout != "zigzag" and cp_size > 1:
+        raise ValueError(
+            f"layout={layout!r} at CP size {cp_size}: Megatron's RoPE and attention "
+            "take rank r to hold chunks r and 2 * cp_size - 1 - r of every sequence and cannot be "
+            "given positions; use layout='zigzag'"
+        )
 
 
 def _tell_of_padding(params: PackedSeqParams) -> None:

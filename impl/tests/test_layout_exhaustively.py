@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from impl.layout import rank_index
-from impl.merge import merge_slots
+from impl.merge import merge_slots, share_of
 from impl.pack import drop_padding, pack_rows
+from impl.plan import GroupPlan, MicroBatchPlan, Plan
 from impl.rules import PackRules
 from impl.schedule import split_samples
 
@@ -77,14 +78,22 @@ def _journey(
 ) -> Tensor:
     """The batch through the ranks of every group, and out of the merge."""
     sequences = tokens.split(list(seqlens))
-    slots, share = merge_slots(seqlens, groups, cp_size=cp_size)
+    slots, rows = merge_slots(_plan(seqlens, groups, cp_size=cp_size))
     sent: list[Tensor] = []
     for samples in groups:
         values = torch.cat([tokens[:0], *(sequences[sample] for sample in samples)])
         lengths = tuple(seqlens[sample] for sample in samples)
         found = _through_a_group(values, lengths, cp_size=cp_size, tp_size=tp_size, rules=rules)
-        sent += [found[rank * share :][:share] for rank in range(cp_size)]
-    return _gathered(sent, share).index_select(0, slots)
+        sent += [share_of(found, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+    return _gathered(sent, rows).index_select(0, slots)
+
+
+def _plan(seqlens: tuple[int, ...], groups: Sequence[Sequence[int]], *, cp_size: int) -> Plan:
+    placed = tuple(
+        GroupPlan(tuple(range(group * cp_size, (group + 1) * cp_size)), tuple(samples))
+        for group, samples in enumerate(groups)
+    )
+    return Plan(len(groups) * cp_size, seqlens, (MicroBatchPlan(placed),), "by hand", True)
 
 
 def _through_a_group(

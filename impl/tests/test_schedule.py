@@ -10,7 +10,6 @@ from impl.schedule import (
     check_cp_size,
     choose_local_cp_size,
     cp_sizes,
-    plan_hash,
     split_samples,
 )
 
@@ -128,23 +127,3 @@ def test_groups_differ_by_no_more_than_the_longest_sample(seqlens, world_size) -
     samples = split_samples(seqlens, world_size=world_size, cp_size=1)
     tokens = [sum(seqlens[sample] for sample in group) for group in samples]
     assert max(tokens) - min(tokens) <= max(seqlens)
-
-
-def test_plan_hash_differs_with_anything_that_makes_another_plan() -> None:
-    plans = [
-        plan_hash([5, 3], cp_size=1, samples=[[0], [1]]),
-        plan_hash([3, 5], cp_size=1, samples=[[0], [1]]),
-        plan_hash([5, 3], cp_size=2, samples=[[0], [1]]),
-        plan_hash([5, 3], cp_size=1, samples=[[1], [0]]),
-        plan_hash([5, 3], cp_size=1, samples=[[0, 1]]),
-        plan_hash([5, 3], cp_size=1, samples=[[0, 1], []]),
-    ]
-
-    assert len(set(plans)) == len(plans)
-
-
-def test_plan_hash_fits_an_int64_and_is_the_same_in_every_process() -> None:
-    values = [plan_hash([n, 3], cp_size=1, samples=[[0], [1]]) for n in range(1, 100)]
-
-    assert 0 <= min(values) <= max(values) < 2**63
-    assert plan_hash((5, 3), cp_size=1, samples=((0,), (1,))) == values[4] == 6844227142932914237

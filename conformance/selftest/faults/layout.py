@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from pytest import MonkeyPatch
 
+from impl.plan import GroupPlan, MicroBatchPlan
+
 from .fault import fault, wrap
 
 
@@ -118,7 +120,7 @@ def _slice_real_tokens(original: Any, values: Any, index: Any, **kwargs: Any) ->
 )
 def group_has_too_few_members(patch: MonkeyPatch) -> None:
     """A request for a group of four is answered with a group of two."""
-    wrap(patch, "impl.groups.CPGroups.of_size", lambda original, groups, size: groups.by_size[2])
+    wrap(patch, "impl.groups.CPGroups.of_ranks", lambda original, groups, ranks: groups.by_size[2])
 
 
 @fault(
@@ -134,14 +136,15 @@ def whole_batch_on_every_rank(patch: MonkeyPatch) -> None:
 
 def _return_early(original: Any, batch: Any, *, config: Any, groups: Any) -> Any:
     sub = original(batch, config=config, groups=groups)
-    everything = tuple(range(len(sub.batch_seqlens)))
+    everything = tuple(range(len(sub.plan.seqlens)))
+    whole = tuple(GroupPlan((rank,), everything) for rank in range(groups.world_size))
     return replace(
         sub,
         tensors=batch,
-        seqlens=sub.batch_seqlens,
+        seqlens=sub.plan.seqlens,
         local_cp_size=1,
-        cp_group=groups.of_size(1),
-        group_samples=(everything,) * groups.world_size,
+        cp_group=groups.by_size[1],
+        plan=replace(sub.plan, micro_batches=(MicroBatchPlan(whole),)),
     )
 
 

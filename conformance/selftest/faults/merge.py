@@ -23,12 +23,12 @@ def samples_in_the_order_of_groups(patch: MonkeyPatch) -> None:
     wrap(patch, "impl.merge.merge_slots", _group_order)
 
 
-def _group_order(
-    original: Any, seqlens: Any, group_samples: Any, *, cp_size: int
-) -> tuple[Tensor, int]:
-    slots, share = original(seqlens, group_samples, cp_size=cp_size)
-    by_sample = slots.split(list(seqlens))
-    return torch.cat([by_sample[sample] for group in group_samples for sample in group]), share
+def _group_order(original: Any, plan: Any) -> tuple[Tensor, int]:
+    slots, rows = original(plan)
+    by_sample = slots.split(list(plan.seqlens))
+    (micro_batch,) = plan.micro_batches
+    order = [sample for group in micro_batch.groups for sample in group.samples]
+    return torch.cat([by_sample[sample] for sample in order]), rows
 
 
 @fault(

@@ -73,8 +73,8 @@ def _patch_for_good(original: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def one_rank_plans_otherwise(patch: MonkeyPatch) -> None:
     """One rank has another plan; every rank must say so before the first collective of a model."""
-    wrap(patch, "impl.split.plan_hash", _other_on_rank_1)
+    wrap(patch, "impl.groups.CPGroups.check_same_plan", _other_on_rank_1)
 
 
-def _other_on_rank_1(original: Any, *args: Any, **kwargs: Any) -> int:
-    return int(original(*args, **kwargs)) ^ int(dist.get_rank() == 1)
+def _other_on_rank_1(original: Any, groups: Any, plan_hash: int) -> None:
+    original(groups, plan_hash ^ int(dist.get_rank() == 1))

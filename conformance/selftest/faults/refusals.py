@@ -28,7 +28,7 @@ def empty_sequence_accepted(patch: MonkeyPatch) -> None:
 )
 def falls_back_to_another_size(patch: MonkeyPatch) -> None:
     """A CP size without groups is answered with one that has some, and nobody is told."""
-    wrap(patch, "impl.split.choose_local_cp_size", _any_size)
+    wrap(patch, "impl.planner.choose_local_cp_size", _any_size)
 
 
 def _any_size(original: Any, seqlens: Any, *, world_size: int, **limits: Any) -> Any:
@@ -42,9 +42,13 @@ def _any_size(original: Any, seqlens: Any, *, world_size: int, **limits: Any) ->
 )
 def size_without_groups_is_a_key_error(patch: MonkeyPatch) -> None:
     """The table of groups is asked before anybody checks the size."""
-    wrap(patch, "impl.split.choose_local_cp_size", _asked_size)
+    wrap(patch, "impl.planner.choose_local_cp_size", _asked_size)
     patch.setattr("impl.schedule.check_cp_size", lambda cp_size, world_size: None)
-    patch.setattr("impl.groups.check_cp_size", lambda cp_size, world_size: None)
+    wrap(
+        patch,
+        "impl.groups.CPGroups.of_ranks",
+        lambda original, groups, ranks: groups.by_size[len(ranks)],
+    )
 
 
 def _asked_size(original: Any, *args: Any, min_cp_size: int, **kwargs: Any) -> int:
@@ -58,7 +62,7 @@ def _asked_size(original: Any, *args: Any, min_cp_size: int, **kwargs: Any) -> i
 )
 def batch_checked_after_a_collective(patch: MonkeyPatch) -> None:
     """Ranks agree on a number of micro-batches first: one that has none waits for ever."""
-    wrap(patch, "impl.split.choose_local_cp_size", _agree_first)
+    wrap(patch, "impl.planner.choose_local_cp_size", _agree_first)
 
 
 def _agree_first(original: Any, *args: Any, **kwargs: Any) -> Any:
