@@ -4,13 +4,13 @@ Megatron divides and multiplies losses and gradients in three places, and which 
 on how the loss function returns and on one setting. For years code around it moved factors of the
 CP size back and forth (Megatron-LM #673, #906, #1676, #7513; slime #987; SkyRL #1420, #1751;
 verl #5869). Here every factor is in one table, and none of them depends on the CP size of a
-micro-batch.
+micro-batch. docs/gradient_scale.md says where in Megatron each entry is from.
 
-The loss of a batch is a sum over its tokens of weight times value, with weights that
-`impl.loss.prediction_weights` makes of the whole batch, so token-mean, sequence-mean and a user's
-own weights are one case. A rank differentiates, through its own tokens only, the sum over the
-sequences of its CP group (`impl.thd.postprocess_thd_engine`). Summed over ranks and micro-batches,
-those gradients are exact; what Megatron does to them on the way is undone by a factor.
+The loss of a batch is a sum over its tokens of weight times value, with weights that `impl.loss`
+makes of the whole batch, so every aggregation and a user's own weights are one case. A rank
+differentiates, through its own tokens only, the sum over the sequences of its CP group
+(`impl.thd.postprocess_thd_engine`). Summed over ranks and micro-batches, those gradients are
+exact; what Megatron does to them on the way is undone by a factor.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class Road:
         per_token: `calculate_per_token_loss`.
         ddp_averages: whether gradients are averaged over the DP×CP ranks, not added up. Megatron's
             data parallelism does so unless `per_token`; `average_in_collective` only says where.
+            Without `per_token`, False means that the model is not in Megatron's
+            `DistributedDataParallel`: it runs bare through the schedule, and the user adds up
+            `param.grad` over the DP×CP ranks (`all_reduce` with SUM, as a wrapper of one's own
+            does). An `all_reduce` with AVG makes it True. With `per_token`, False is the only
+            value, and `finalize_model_grads` must run: it is what divides by the tokens.
     """
 
     num_values: int = 3
@@ -45,9 +50,11 @@ class Counts:
 
     Args:
         local_tokens: `num_tokens` that this rank returns for this micro-batch. total_tokens: the
-            sum of them over micro-batches and DP×CP ranks, at least 1.
-        num_microbatches: of this rank. num_ranks: DP×CP.
+            sum of them over micro-batches and DP×CP ranks, but at least 1.
+        num_microbatches: of this rank; ranks may differ. num_ranks: DP×CP.
         static_cp_size: the CP size that Megatron was initialised with.
+    Raises:
+        ValueError: a count below what is possible, by name.
     """
 
     local_tokens: int
@@ -55,6 +62,25 @@ class Counts:
     num_microbatches: int
     num_ranks: int
     static_cp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, lowest in _LOWEST.items():
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")
+        if self.local_tokens > self.total_tokens:
+            raise ValueError(
+                f"local_tokens={self.local_tokens} is more than total_tokens={self.total_tokens}; "
+                "the total is that of all micro-batches and DP×CP ranks together"
+            )
+
+
+_LOWEST = {
+    "local_tokens": 0,
+    "total_tokens": 1,
+    "num_microbatches": 1,
+    "num_ranks": 1,
+    "static_cp_size": 1,
+}
 
 
 _FACTORS: dict[Road, Callable[[Counts], float]] = {
