@@ -1,4 +1,4 @@
-"""Megatron in one process: imported and set up once for all tests that need it."""
+"""Megatron in one process, set up once for all tests that need it, and a profile for long runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from hypothesis import settings
+
+settings.register_profile("deep", max_examples=5000, derandomize=False, deadline=None)
 
 
 @pytest.fixture(scope="session")
