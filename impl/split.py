@@ -13,7 +13,7 @@ from .config import DynamicCPConfig
 from .groups import CPGroups
 from .pack import jagged, offsets_of, seqlens_of
 from .plan import Plan
-from .planner import uniform_plan
+from .planner import make_plan
 from .rules import DEFAULT_RULES, PackRules
 
 
@@ -52,8 +52,8 @@ def dynamic_cp_split_batch(
     Args:
         batch: jagged tensors [S, L, ...] with equal lengths, the whole micro-batch.
     Raises:
-        ValueError: nothing to run, lengths that differ between tensors, no CP size that fits, or
-            a scheduler that plans whole steps.
+        ValueError: nothing to run, lengths that differ between tensors, no CP size that fits, a
+            pack that the settings do not allow, or a scheduler that plans whole steps.
     """
     if config.scheduler != "uniform":
         raise ValueError(
@@ -62,7 +62,7 @@ def dynamic_cp_split_batch(
         )
     seqlens = common_seqlens(batch)
     whole = replace(config, micro_batch_samples=None)  # the batch is one micro-batch
-    plan = uniform_plan(seqlens, config=whole, world_size=groups.world_size)
+    plan = make_plan(seqlens, config=whole, world_size=groups.world_size)
     (mine,) = plan.for_rank(groups.dp_cp_rank)
     return SubBatch(
         tensors={name: select_samples(tensor, mine.samples) for name, tensor in batch.items()},
