@@ -6,7 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-AGGREGATIONS = ("token-mean", "sequence-mean")
+AGGREGATIONS = (
+    "token-mean",
+    "sequence-mean-token-mean",
+    "sequence-mean-token-sum",
+    "own-weights",
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,9 @@ class Batch:
             the prediction made at i - 1 enters the loss. Nothing predicts token 0, so entry 0
             is ignored.
         temperature: above 0, one for each sequence; logits are divided by it.
+        loss_weights: float64 [L_i] for each sequence, for the aggregation `own-weights`. Entry i
+            is what the prediction made at i weighs if it counts, which `loss_mask` says in its
+            entry i + 1. Where it does not, anything may stand; the last entry is 0.
     Raises:
         ValueError: no sequence, an empty one, or parts that do not match.
     """
@@ -26,11 +34,14 @@ class Batch:
     input_ids: tuple[Tensor, ...]
     loss_mask: tuple[Tensor, ...]
     temperature: tuple[float, ...]
+    loss_weights: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.input_ids:
             raise ValueError("the batch has no sequence; give at least one")
-        for name in ("loss_mask", "temperature"):
+        for name in ("loss_mask", "temperature", "loss_weights"):
+            if name == "loss_weights" and self.loss_weights is None:
+                continue
             if len(getattr(self, name)) != len(self.input_ids):
                 raise ValueError(
                     f"{name} has {len(getattr(self, name))} entries for {len(self.input_ids)} "
@@ -45,6 +56,8 @@ class Batch:
                 raise ValueError(
                     f"sequence {sequence}: temperature={temperature} must be positive and finite"
                 )
+        for sequence, weights in enumerate(self.loss_weights or ()):
+            _check_weights(sequence, weights, self.loss_mask[sequence])
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,10 @@ class Loss:
 
     Attributes:
         aggregation: `token-mean` is the mean over all predictions of the batch that count;
-            `sequence-mean` is the mean of a sequence's mean, over the sequences in which
-            at least one prediction counts. Where nothing counts, the loss is 0.
+            `sequence-mean-token-mean`, which may be written `sequence-mean`, is the mean of a
+            sequence's mean, and `sequence-mean-token-sum` the mean of a sequence's sum, over the
+            sequences in which at least one prediction counts; `own-weights` is the sum with the
+            weights of the batch. Where nothing counts, the loss is 0.
         entropy_coeff: above 0 it rewards entropy.
     """
 
@@ -64,6 +79,8 @@ class Loss:
     entropy_coeff: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.aggregation == "sequence-mean":
+            object.__setattr__(self, "aggregation", "sequence-mean-token-mean")
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(
                 f"aggregation={self.aggregation!r} is unknown; "
@@ -108,6 +125,20 @@ def check_vocabulary(batch: Batch, vocab_size: int) -> None:
             )
 
 
+def loss_weights(batch: Batch) -> tuple[Tensor, ...]:
+    """The weights of the batch for the aggregation `own-weights`.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if batch.loss_weights is None:
+        raise ValueError(
+            "aggregation='own-weights' needs weights; give the batch loss_weights, float64 [L] "
+            "for each sequence"
+        )
+    return batch.loss_weights
+
+
 def _check_ids(sequence: int, ids: Tensor) -> None:
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(
@@ -126,3 +157,23 @@ def _check_mask(sequence: int, mask: Tensor, seqlen: int) -> None:
             f"sequence {sequence}: loss_mask has shape {tuple(mask.shape)} "
             f"for {seqlen} tokens; give one entry for each"
         )
+
+
+def _check_weights(sequence: int, weights: Tensor, mask: Tensor) -> None:
+    if weights.dtype != torch.float64 or weights.shape != mask.shape:
+        raise ValueError(
+            f"sequence {sequence}: loss_weights are {weights.dtype} of shape "
+            f"{tuple(weights.shape)} for {len(mask)} tokens; give float64, one for each"
+        )
+    if float(weights[-1]) != 0:
+        raise ValueError(
+            f"sequence {sequence}: the last token has loss weight {float(weights[-1])} but "
+            f"predicts nothing; give 0, and to each other token the weight of the prediction "
+            f"made at it, not of itself as a target"
+        )
+    for token in range(len(mask) - 1):
+        if mask[token + 1] and not math.isfinite(weights[token]):
+            raise ValueError(
+                f"sequence {sequence}, token {token}: loss weight {float(weights[token])} of a "
+                f"prediction that counts must be finite"
+            )

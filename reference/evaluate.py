@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import model, outputs
-from .batch import Batch, Loss, Result, check_vocabulary
+from .batch import Batch, Loss, Result, check_vocabulary, loss_weights
 from .config import ModelConfig, check_weights
 
 __all__ = ["Batch", "Loss", "Result", "evaluate"]
@@ -23,7 +23,7 @@ def evaluate(
     """Logits, log-probs, entropy, loss and gradients of a batch.
 
     Each sequence goes through the model alone, and backward before the next one starts, so
-    memory is that of the longest sequence. The masks alone say how much each sequence weighs
+    memory is that of the longest sequence. The batch alone says how much each prediction weighs
     in the loss, so that is known before the first one.
 
     Args:
@@ -31,7 +31,8 @@ def evaluate(
         dtype: another one than float64 measures what rounding does to the same code. Log-probs,
             entropy and loss are float64 all the same.
     Raises:
-        ValueError: weights or ids that do not fit the config.
+        ValueError: weights or ids that do not fit the config, or a batch without the weights
+            that the loss asks for.
     """
     check_weights(config, weights, dtype=dtype)
     check_vocabulary(batch, config.vocab_size)
@@ -48,7 +49,7 @@ def evaluate(
         entropy = outputs.entropy(logits, temperature)
         if mask[1:].any():
             objective = -logprobs - loss.entropy_coeff * entropy
-            term = share * objective[:-1][mask[1:]].sum()
+            term = (share.to(objective.device) * objective[:-1][mask[1:]]).sum()
             torch.autograd.backward(term)
             total += term.detach().to(total.device)
         results.append((logits.detach(), logprobs.detach(), entropy.detach()))
@@ -62,19 +63,33 @@ def evaluate(
     )
 
 
-def prediction_weights(batch: Batch, loss: Loss) -> list[float]:
-    """What one counting prediction of each sequence weighs in the loss of the batch.
+def prediction_weights(batch: Batch, loss: Loss) -> list[Tensor]:
+    """What each prediction that counts weighs in the loss of the batch.
+
+    Returns:
+        for each sequence float64 [number of its predictions that count], in their order.
 
     >>> mask = (torch.tensor([False, True, True]), torch.tensor([True]), torch.tensor([True] * 2))
     >>> ids = tuple(torch.zeros(len(m), dtype=torch.int64) for m in mask)
-    >>> prediction_weights(Batch(ids, mask, (1.0,) * 3), Loss("sequence-mean"))
-    [0.25, 0.0, 0.5]
+    >>> batch = Batch(ids, mask, (1.0,) * 3)
+    >>> [weights.tolist() for weights in prediction_weights(batch, Loss("sequence-mean"))]
+    [[0.25, 0.25], [], [0.5]]
     """
-    counts = [int(mask[1:].sum()) for mask in batch.loss_mask]
-    if loss.aggregation == "token-mean":
-        return [1 / sum(counts) if count else 0.0 for count in counts]
-    num_counting = sum(count > 0 for count in counts)
-    return [1 / (num_counting * count) if count else 0.0 for count in counts]
+    counting = [mask[1:] for mask in batch.loss_mask]
+    if loss.aggregation == "own-weights":
+        pairs = zip(loss_weights(batch), counting, strict=True)
+        return [weights[:-1][counts].detach() for weights, counts in pairs]
+    numbers = [int(counts.sum()) for counts in counting]
+    num_sequences = sum(number > 0 for number in numbers)
+    weights = []
+    for number in numbers:
+        divisor = {
+            "token-mean": sum(numbers),
+            "sequence-mean-token-mean": num_sequences * number,
+            "sequence-mean-token-sum": num_sequences,
+        }[loss.aggregation]
+        weights.append(torch.full((number,), 1 / max(1, divisor), dtype=torch.float64))
+    return weights
 
 
 def _gradient(leaf: Tensor) -> Tensor:

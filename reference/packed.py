@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .batch import Batch, Loss, Result, check_vocabulary
+from .batch import Batch, Loss, Result, check_vocabulary, loss_weights
 from .config import ModelConfig, check_weights
 
 
@@ -54,7 +54,7 @@ def evaluate_packed(
     entropy = log_z - torch.linalg.vecdot(scaled.softmax(-1), scaled)
 
     objective = torch.add(logprobs, entropy, alpha=loss.entropy_coeff).neg()
-    total = objective[row.counts] @ _shares(row, loss)[row.counts]
+    total = objective[row.counts] @ _shares(row, batch, loss)[row.counts]
     gradients = torch.autograd.grad(
         total, list(leaves.values()), allow_unused=True, materialize_grads=True
     )
@@ -84,13 +84,17 @@ def _pack(batch: Batch) -> _Row:
     )
 
 
-def _shares(row: _Row, loss: Loss) -> Tensor:
+def _shares(row: _Row, batch: Batch, loss: Loss) -> Tensor:
     """What each token's prediction weighs in the loss if it counts, float64 [T]."""
+    if loss.aggregation == "own-weights":
+        return torch.cat(loss_weights(batch)).detach()
     if loss.aggregation == "token-mean":
         return torch.full(row.ids.shape, 1 / max(1, int(row.counts.sum())), dtype=torch.float64)
     per_sequence = torch.bincount(row.sequence, weights=row.counts.double())
     num_counting = per_sequence.count_nonzero().clamp(min=1)
-    return (1 / (num_counting * per_sequence.clamp(min=1)))[row.sequence]
+    if loss.aggregation == "sequence-mean-token-mean":
+        return (1 / (num_counting * per_sequence.clamp(min=1)))[row.sequence]
+    return torch.full(row.ids.shape, 1 / int(num_counting), dtype=torch.float64)
 
 
 def _logits(weights: Mapping[str, Tensor], config: ModelConfig, row: _Row) -> Tensor:

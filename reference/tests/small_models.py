@@ -65,7 +65,7 @@ def random_batch(
     temperature: Sequence[float] | None = None,
     vocab_size: int = VOCAB_SIZE,
 ) -> Batch:
-    """Random ids; each token is left out of the loss with probability `masked`."""
+    """Random ids and weights; each token is left out of the loss with probability `masked`."""
     generator = torch.Generator().manual_seed(seed)
     return Batch(
         input_ids=tuple(
@@ -73,4 +73,12 @@ def random_batch(
         ),
         loss_mask=tuple(torch.rand(length, generator=generator) >= masked for length in seqlens),
         temperature=tuple(temperature or [1.0] * len(seqlens)),
+        loss_weights=tuple(_random_loss_weights(length, generator) for length in seqlens),
     )
+
+
+def _random_loss_weights(seqlen: int, generator: torch.Generator) -> torch.Tensor:
+    """Loss weights of both signs; the last token predicts nothing."""
+    weights = torch.randn(seqlen, generator=generator, dtype=torch.float64)
+    weights[-1] = 0
+    return weights

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from reference import Loss, evaluate, model, random_weights
+from reference.batch import AGGREGATIONS
 from reference.outputs import entropy, logprobs
 
 from .small_models import random_batch, small_config
@@ -77,7 +78,7 @@ def test_gradcheck_passes_for_logprobs_and_entropy() -> None:
     assert torch.autograd.gradcheck(lambda x: entropy(x, 0.7), (_normal(3, 5),))
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients_of_the_batch_match_finite_differences(aggregation: str) -> None:
     config, loss = TINY_MODELS["swiglu"], Loss(aggregation, entropy_coeff=0.2)
     batch = random_batch((4, 1, 6), seed=1, temperature=(1, 2, 0.7), vocab_size=7)

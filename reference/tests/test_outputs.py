@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from reference import Batch, Loss, entropy, evaluate, evaluate_packed, logprobs, random_weights
+from reference.batch import AGGREGATIONS
 from reference.evaluate import prediction_weights
 
 from .small_models import random_batch, small_config
@@ -58,26 +61,44 @@ def test_token_mean_is_the_mean_over_all_counting_tokens(compute, entropy_coeff)
     assert float(result.loss) == pytest.approx(sum(counted) / len(counted), rel=1e-12)
 
 
-@EVALUATIONS
-def test_sequence_mean_weighs_every_counting_sequence_the_same(compute) -> None:
-    ids = random_batch((5, 3, 2)).input_ids
-    mask = (
-        torch.tensor([True, True, False, True, False]),
-        torch.tensor([True, False, False]),
-        torch.tensor([False, True]),
-    )
-    result = compute(CONFIG, WEIGHTS, Batch(ids, mask, (1, 1, 1)), Loss("sequence-mean"))
-    first = (result.logprobs[0][0] + result.logprobs[0][2]) / 2
-    expected = -(first + result.logprobs[2][0]) / 2
-    assert float(result.loss) == pytest.approx(float(expected), rel=1e-12)
+IDS_OF_THREE = random_batch((5, 3, 2)).input_ids
+MASK_OF_THREE = (
+    torch.tensor([True, True, False, True, False]),
+    torch.tensor([True, False, False]),
+    torch.tensor([False, True]),
+)
+WEIGHTS_OF_THREE = tuple(
+    torch.tensor(weights, dtype=torch.float64)
+    for weights in ([0.5, math.nan, -2, 7, 0], [5, math.inf, 0], [3, 0])
+)
 
 
 @EVALUATIONS
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize(
+    ("aggregation", "by_hand"),
+    [
+        ("token-mean", lambda a, b, c: (a + b + c) / 3),
+        ("sequence-mean-token-mean", lambda a, b, c: ((a + b) / 2 + c) / 2),
+        ("sequence-mean", lambda a, b, c: ((a + b) / 2 + c) / 2),
+        ("sequence-mean-token-sum", lambda a, b, c: ((a + b) + c) / 2),
+        ("own-weights", lambda a, b, c: 0.5 * a - 2 * b + 3 * c),
+    ],
+)
+def test_loss_is_what_its_aggregation_says(compute, aggregation, by_hand) -> None:
+    batch = Batch(IDS_OF_THREE, MASK_OF_THREE, (1, 1, 1), WEIGHTS_OF_THREE)
+    result = compute(CONFIG, WEIGHTS, batch, Loss(aggregation))
+    a, b, c = (-float(result.logprobs[s][t]) for s, t in ((0, 0), (0, 2), (2, 0)))
+    assert float(result.loss) == pytest.approx(by_hand(a, b, c), rel=1e-12)
+
+
+@EVALUATIONS
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_nothing_that_counts_gives_a_loss_and_gradients_of_exactly_zero(
     compute, aggregation: str
 ) -> None:
-    batch = random_batch((4, 1, 3), masked=1)
+    masked = random_batch((4, 1, 3), masked=1)
+    own = tuple(torch.arange(n, dtype=torch.float64).flip(0) for n in (4, 1, 3))
+    batch = Batch(masked.input_ids, masked.loss_mask, (1, 1, 1), own)
     result = compute(CONFIG, WEIGHTS, batch, Loss(aggregation, entropy_coeff=0.1))
     assert float(result.loss) == 0
     assert result.gradients.keys() == WEIGHTS.keys()
@@ -125,9 +146,57 @@ def test_a_lower_dtype_is_computed_on_request_only() -> None:
     assert 1e-4 < error < 0.1
 
 
-def test_prediction_weights_add_up_to_one() -> None:
+def test_sequence_mean_is_short_for_the_mean_of_means() -> None:
+    assert Loss("sequence-mean") == Loss("sequence-mean-token-mean")
+
+
+@st.composite
+def _batches(draw) -> tuple[Batch, list[list[float]]]:
+    """A batch with weights of its own, and a value for each prediction that counts."""
+    seqlens = draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+    numbers = st.floats(-100, 100, allow_subnormal=False)
+    masks = [draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in seqlens]
+    own = [[*draw(st.lists(numbers, min_size=n - 1, max_size=n - 1)), 0] for n in seqlens]
+    values = [[draw(numbers) for _ in range(sum(mask[1:]))] for mask in masks]
+    batch = Batch(
+        input_ids=tuple(torch.zeros(n, dtype=torch.int64) for n in seqlens),
+        loss_mask=tuple(torch.tensor(mask) for mask in masks),
+        temperature=(1.0,) * len(seqlens),
+        loss_weights=tuple(torch.tensor(weights, dtype=torch.float64) for weights in own),
+    )
+    return batch, values
+
+
+@settings(deadline=None, max_examples=100)
+@given(drawn=_batches())
+def test_weights_of_predictions_are_those_of_the_definition(drawn) -> None:
+    batch, values = drawn
+    some = [row for row in values if row]
+    expected = {
+        "token-mean": sum(map(sum, some)) / max(1, sum(map(len, some))),
+        "sequence-mean-token-mean": sum(sum(row) / len(row) for row in some) / max(1, len(some)),
+        "sequence-mean-token-sum": sum(map(sum, some)) / max(1, len(some)),
+        "own-weights": sum(
+            float(weights[token]) * row.pop(0)
+            for weights, mask, row in zip(
+                batch.loss_weights or (), batch.loss_mask, map(list, values), strict=True
+            )
+            for token in range(len(mask) - 1)
+            if mask[token + 1]
+        ),
+    }
+    found = {
+        name: sum(
+            float(weights @ torch.tensor(row, dtype=torch.float64))
+            for weights, row in zip(prediction_weights(batch, Loss(name)), values, strict=True)
+        )
+        for name in AGGREGATIONS
+    }
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-10)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean"])
+def test_weights_of_predictions_add_up_to_one_where_the_loss_is_a_mean(aggregation) -> None:
     batch = random_batch((6, 1, 9), masked=0.4)
-    counts = [int(mask[1:].sum()) for mask in batch.loss_mask]
-    for aggregation in ("token-mean", "sequence-mean"):
-        shares = prediction_weights(batch, Loss(aggregation))
-        assert sum(n * share for n, share in zip(counts, shares, strict=True)) == pytest.approx(1)
+    total = torch.cat(prediction_weights(batch, Loss(aggregation))).sum()
+    assert float(total) == pytest.approx(1)

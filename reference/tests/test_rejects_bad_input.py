@@ -67,6 +67,42 @@ def test_batch_names_the_sequence_that_is_wrong(
         Batch(ids, mask, temperature)
 
 
+ZEROS = (torch.zeros(3, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (ZEROS[:1], "loss_weights has 1 entries for 2 sequences; give one for each"),
+        (
+            (ZEROS[0].float(), ZEROS[1]),
+            "sequence 0: loss_weights are torch.float32 of shape (3,) for 3 tokens; give float64",
+        ),
+        ((ZEROS[0], ZEROS[0]), "sequence 1: loss_weights are torch.float64 of shape (3,) for 1"),
+        (
+            (ZEROS[0], ZEROS[1] + 0.5),
+            "sequence 1: the last token has loss weight 0.5 but predicts nothing; give 0",
+        ),
+        (
+            (ZEROS[0].index_fill(0, torch.tensor([1]), float("nan")), ZEROS[1]),
+            "sequence 0, token 1: loss weight nan of a prediction that counts must be finite",
+        ),
+    ],
+)
+def test_loss_weights_that_cannot_be_meant_are_named(
+    weights: tuple[Tensor, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Batch(IDS, MASK, (1, 1), weights)
+
+
+@pytest.mark.parametrize("compute", [evaluate, evaluate_packed])
+def test_own_weights_that_are_not_there_are_asked_for(compute) -> None:
+    message = "aggregation='own-weights' needs weights; give the batch loss_weights, float64"
+    with pytest.raises(ValueError, match=message):
+        compute(CONFIG, WEIGHTS, Batch(IDS, MASK, (1, 1)), Loss("own-weights"))
+
+
 @pytest.mark.parametrize("compute", [evaluate, evaluate_packed])
 @pytest.mark.parametrize("outside", [-1, CONFIG.vocab_size])
 def test_an_id_outside_the_vocabulary_is_named(compute, outside: int) -> None:

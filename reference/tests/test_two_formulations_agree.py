@@ -21,10 +21,9 @@ BATCHES = {
     "nothing_masked": random_batch(SEQLENS, masked=0),
     "mostly_masked": random_batch(SEQLENS, masked=0.8, seed=3),
     "all_masked": random_batch(SEQLENS, masked=1),
-    "one_target": Batch(
-        input_ids=random_batch(SEQLENS).input_ids,
+    "one_target": dataclasses.replace(
+        random_batch(SEQLENS, temperature=TEMPERATURES),
         loss_mask=tuple(torch.arange(n) == (5 if n == 12 else n) for n in SEQLENS),
-        temperature=TEMPERATURES,
     ),
     "one_sequence": random_batch((9,)),
     "one_token": random_batch((1,), masked=0),
@@ -32,9 +31,12 @@ BATCHES = {
 }
 LOSSES = {
     "token_mean": Loss(),
-    "sequence_mean": Loss("sequence-mean"),
+    "mean_of_means": Loss("sequence-mean-token-mean"),
+    "mean_of_sums": Loss("sequence-mean-token-sum"),
+    "own_weights": Loss("own-weights"),
     "token_mean_entropy": Loss("token-mean", entropy_coeff=0.1),
-    "sequence_mean_entropy": Loss("sequence-mean", entropy_coeff=-0.3),
+    "mean_of_means_entropy": Loss("sequence-mean-token-mean", entropy_coeff=-0.3),
+    "own_weights_entropy": Loss("own-weights", entropy_coeff=0.2),
 }
 MODEL_CHANGES = {
     "eps": {"norm_eps": 1e-4},
