@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import shlex
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from .batch_file import Document, batches, read_documents
 from .build import TaskBuilder
 from .case import Case, parse_case
 from .lengths import COLUMNS
+from .megatron_path import MegatronAt, find_megatron, import_from
 from .pool import RankPools
 from .profiles import PROFILES, profile_cases, text_cases
 from .protocol import load
@@ -38,6 +40,11 @@ _RESULTS = "conformance results"  # the name under which a test hands over its r
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance")
     group.addoption("--impl", default=None, help=f"module under test, default {IMPL}")
+    group.addoption(
+        "--megatron-path",
+        type=Path,
+        help="Megatron-LM checkout or unpacked wheel to verify instead of the installed one",
+    )
     group.addoption("--stock", action="store_true", help="bind nothing: Megatron as released")
     group.addoption("--profile", choices=PROFILES, default="default", help="how much to run")
     group.addoption(
@@ -57,6 +64,7 @@ class _Run:
     implementation: ModuleType
     texts: tuple[tuple[Document, ...], ...]
     cases: tuple[Case, ...]
+    megatron: MegatronAt | None = None
     results: list[CheckResult] = dataclasses.field(default_factory=list)
     is_conformance: bool = False
 
@@ -67,12 +75,17 @@ _RUN = pytest.StashKey[_Run]()
 def pytest_configure(config: pytest.Config) -> None:
     """Check everything that was typed before anything runs."""
     try:
+        megatron = _megatron(config)  # before anything imports the installed one
+        implementation = load(_implementation(config))
+        if megatron and _installed_megatron(implementation) == "none":
+            raise ValueError(f"{implementation.__name__} is on no Megatron: no --megatron-path")
         texts = _texts(config)
         config.stash[_RUN] = _Run(
             started=time.monotonic(),
-            implementation=load(_implementation(config)),
+            implementation=implementation,
             texts=texts,
             cases=_cases(config, texts),
+            megatron=megatron,
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
@@ -112,6 +125,19 @@ def _implementation(config: pytest.Config) -> str:
     return str(config.getoption("impl") or IMPL)
 
 
+def _megatron(config: pytest.Config) -> MegatronAt | None:
+    path: Path | None = config.getoption("megatron_path")
+    if path is None:
+        return None
+    megatron = find_megatron(path)
+    import_from(megatron)
+    return megatron
+
+
+def _installed_megatron(module: ModuleType) -> str:
+    return str(module.versions()["megatron"]) if hasattr(module, "versions") else ""
+
+
 @pytest.fixture(scope="session")
 def suite(request: pytest.FixtureRequest) -> Iterator[Suite]:
     """The implementation under test and the oracle, with rank pools that live for the session."""
@@ -136,6 +162,8 @@ def _rerun(config: pytest.Config) -> str:
         if _implementation(config) not in (IMPL, STOCK)
         else []
     )
+    if megatron := config.stash[_RUN].megatron:
+        options += [f"--megatron-path {shlex.quote(str(megatron.folder))}"]
     options += [f"--batch {config.getoption('batch')}"] if config.getoption("batch") else []
     options += [f"--seed {config.getoption('seed')}"] if config.getoption("seed") else []
     return " ".join(["python -m tools verify", *options, "--case"])
@@ -202,7 +230,7 @@ def _report(config: pytest.Config, run: _Run) -> Report:
     module = run.implementation
     return Report(
         implementation=getattr(module, "NAME", module.__name__),
-        megatron=module.versions()["megatron"] if hasattr(module, "versions") else "",
+        megatron=run.megatron.version if run.megatron else _installed_megatron(module),
         torch=version("torch"),
         python=platform.python_version(),
         transport="cpu",
@@ -212,4 +240,5 @@ def _report(config: pytest.Config, run: _Run) -> Report:
         cases=tuple(sorted(run.results, key=_row)),
         profile=config.getoption("profile"),
         seed=config.getoption("seed"),
+        megatron_path=str(run.megatron.folder) if run.megatron else "",
     )

@@ -35,6 +35,7 @@ class Report:
     Args:
         implementation: the name given with `--impl`.
         megatron: version; empty where no Megatron took part.
+        megatron_path: the folder given with `--megatron-path`; empty for the installed one.
         transport: `cpu`, `gpu` and so on. dtype: of the model.
         stock: nothing of ours was bound to Megatron's modules.
         seconds: wall time of the run.
@@ -52,6 +53,7 @@ class Report:
     cases: tuple[CheckResult, ...]
     profile: str = "default"
     seed: int = 0
+    megatron_path: str = ""
 
     def to_json(self) -> str:
         return json.dumps(self._plain(), indent=1, allow_nan=False) + "\n"
@@ -82,6 +84,7 @@ class Report:
             "summary": count(self.cases),
             "profile": self.profile,
             "seed": self.seed,
+            "megatron_path": self.megatron_path,
         }
 
 
@@ -170,6 +173,9 @@ def _report(data: object, source: str) -> Report:
         cases=cases,
         profile=_value(data, "profile", str, source) if "profile" in data else "default",
         seed=_value(data, "seed", int, source) if "seed" in data else 0,
+        megatron_path=(
+            _value(data, "megatron_path", str, source) if "megatron_path" in data else ""
+        ),
     )
 
 

@@ -69,9 +69,10 @@ def print_reports(
 def facts(report: Report) -> str:
     """What was verified, and on what, in one line."""
     megatron = f"Megatron-Core {report.megatron}" if report.megatron else "no Megatron"
+    place = f" from {report.megatron_path}" if report.megatron_path else ""
     stock = " as released (stock)" if report.stock else ""
     return (
-        f"{report.implementation} on {megatron}{stock}, torch {report.torch}, "
+        f"{report.implementation} on {megatron}{place}{stock}, torch {report.torch}, "
         f"Python {report.python}, {report.transport} {report.dtype}, "
         f"profile {report.profile}, seed {report.seed}"
     )

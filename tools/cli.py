@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from conformance.megatron_path import find_megatron
 from conformance.page import render_page
 from conformance.report import HTML_NAME, ReportError, read_reports, write_file
 from conformance.terminal import print_reports
@@ -30,6 +31,14 @@ def _commands() -> None:
     """Keeps commands named even while there is only one."""
 
 
+def _with_megatron(path: Path | None) -> Path | None:
+    """The absolute folder: the suite runs in another one than the user."""
+    try:
+        return path and find_megatron(path).folder
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 @app.command(context_settings=_PASS_ON)
 def verify(
     context: typer.Context,
@@ -46,6 +55,13 @@ def verify(
     batch: Annotated[
         Path | None,
         typer.Option(help="Your own batches, a JSON object a line.", exists=True, dir_okay=False),
+    ] = None,
+    megatron_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Megatron-LM checkout or unpacked wheel to verify instead of the installed one.",
+            callback=_with_megatron,
+        ),
     ] = None,
     stock: Annotated[
         bool, typer.Option(help="Bind nothing of ours: what does Megatron do by itself?")
@@ -66,6 +82,7 @@ def verify(
     options += [f"--case={one}" for one in case or ()]
     options += [f"-k={expression}"] if expression else []
     options += [f"--batch={batch.resolve()}"] if batch else []
+    options += [f"--megatron-path={megatron_path}"] if megatron_path else []
     options += ["--stock"] if stock else []
     options += [f"--case-timeout={timeout:g}"] if timeout is not None else []
     raise typer.Exit(run_suite([*options, *context.args], report_dir=report_dir.resolve()))
@@ -77,8 +94,13 @@ def verify_all(context: typer.Context) -> None:
 
     Options are those of `verify`. Exit 0: all verified; 1: one is wrong; 2: one was not verified.
     """
-    if any(word.partition("=")[0] == "--report-dir" for word in context.args):
+    given = {word.partition("=")[0] for word in context.args}
+    if "--report-dir" in given:
         raise typer.BadParameter("verify-all writes report/ and a folder in it for every version")
+    if "--megatron-path" in given:
+        raise typer.BadParameter(
+            "verify-all verifies released versions; give --megatron-path to verify"
+        )
     raise typer.Exit(versions.verify_all(context.args))
 
 

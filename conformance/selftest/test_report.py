@@ -21,7 +21,7 @@ def test_json_has_exactly_the_promised_keys() -> None:
 
     assert list(data) == [
         "schema", "implementation", "megatron", "torch", "python", "transport", "dtype", "stock",
-        "seconds", "cases", "summary", "profile", "seed",
+        "seconds", "cases", "summary", "profile", "seed", "megatron_path",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert data["summary"] == {"pass": 0, "fail": 1, "unsupported": 0, "skipped": 0}
@@ -46,7 +46,9 @@ def test_json_has_exactly_the_promised_keys() -> None:
 def test_json_comes_back_as_the_same_report() -> None:
     skipped = result("c", verdict=Verdict.SKIPPED, error=None, budget=None, cp=(), lengths=())
     unsupported = result("d", verdict=Verdict.UNSUPPORTED, cp=(2, 1, 1))
-    written = report(result("a"), failure("b"), skipped, unsupported, stock=True)
+    written = report(
+        result("a"), failure("b"), skipped, unsupported, stock=True, megatron_path="/m"
+    )
 
     assert Report.from_json(written.to_json()) == written
 

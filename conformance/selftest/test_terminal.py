@@ -59,6 +59,12 @@ s 1 case (logits): needs 8 ranks
     )
 
 
+def test_megatron_of_the_user_is_named_with_its_folder() -> None:
+    printed = _printed(report(result(), megatron="0.20.0", megatron_path="/my/megatron"))
+
+    assert "on Megatron-Core 0.20.0 from /my/megatron, torch" in printed
+
+
 def test_several_versions_in_a_terminal() -> None:
     old = report(failure("a"), result("b", cp=(2, 1)), megatron="0.16.1")
     new = report(result("a"), result("b", cp=(2, 1)), result("c", cp=(16,), padding="nan"))

@@ -27,6 +27,13 @@ def _arguments_of_pytest(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[s
     return seen
 
 
+def _write_megatron(folder: Path) -> None:
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = MINOR = PATCH = 1\nPRE_RELEASE = ''")
+
+
 def test_verify_starts_the_suite_from_the_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -50,11 +57,12 @@ def test_verify_starts_the_suite_from_the_checkout(
 def test_verify_hands_every_option_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.jsonl").write_text("")
+    _write_megatron(tmp_path / "megatron-lm")
     seen = _arguments_of_pytest(
         monkeypatch,
         "--impl=mine", "--profile", "deep", "--case", "a-2ranks", "--case", "b", "-k", "x and y",
-        "--batch", "mine.jsonl", "--stock", "--report-dir", "out", "--timeout", "2.5",
-        "--seed", "7", "-x", "-rs", "--durations", "3",
+        "--batch", "mine.jsonl", "--megatron-path", "megatron-lm", "--stock",
+        "--report-dir", "out", "--timeout", "2.5", "--seed", "7", "-x", "-rs", "--durations", "3",
     )  # fmt: skip
 
     assert seen[6:] == [
@@ -66,6 +74,7 @@ def test_verify_hands_every_option_on(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "--case=b",
         "-k=x and y",
         f"--batch={tmp_path / 'mine.jsonl'}",
+        f"--megatron-path={tmp_path / 'megatron-lm'}",
         "--stock",
         "--case-timeout=2.5",
         "-x",
@@ -80,6 +89,14 @@ def test_verify_refuses_a_batch_that_is_not_there() -> None:
 
     assert outcome.exit_code == 2
     assert "nowhere.jsonl" in outcome.output
+
+
+def test_verify_refuses_a_megatron_that_is_not_there() -> None:
+    words = ["verify", "--megatron-path", "nowhere"]
+    outcome = CliRunner().invoke(cli.app, words, env={"COLUMNS": "400"})
+
+    assert outcome.exit_code == 2
+    assert "nowhere is no folder: --megatron-path takes the folder of" in outcome.output
 
 
 def test_report_prints_the_matrix_and_draws_the_page(tmp_path: Path) -> None:
@@ -106,3 +123,13 @@ def test_verify_all_keeps_the_folders_of_its_reports_to_itself() -> None:
 
     assert outcome.exit_code == 2
     assert "verify-all writes report/" in outcome.output
+
+
+def test_verify_all_takes_no_megatron_of_the_user() -> None:
+    words = ["verify-all", "--megatron-path=x"]
+    outcome = CliRunner().invoke(cli.app, words, env={"COLUMNS": "400"})
+
+    assert outcome.exit_code == 2
+    assert "verify-all verifies released versions; give --megatron-path to verify" in (
+        outcome.output
+    )
