@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +11,18 @@ import torch
 from torch import Tensor
 
 from .batch_file import Document
-from .case import Case
-from .protocol import Batch, Loss, MicroBatch, ModelSpec, Oracle, Padding, Task
+from .case import Case, Step
+from .protocol import (
+    Batch,
+    Loss,
+    MicroBatch,
+    ModelSpec,
+    Oracle,
+    Padding,
+    Parallel,
+    Schedule,
+    Task,
+)
 
 _BASE = ModelSpec(
     num_layers=2,
@@ -78,7 +89,8 @@ class TaskBuilder:
             ValueError: a text that is not there, fewer samples than micro-batches, lengths that
                 its world cannot have.
         """
-        samples, most = len(self.seqlens(case)), max(map(len, case.cp))
+        steps = [step for step in case.cp if not isinstance(step, Schedule)]
+        samples, most = len(self.seqlens(case)), max(map(len, steps), default=1)
         if samples < most and not case.expects_refusal:
             raise ValueError(f"{case.id}: {samples} samples cannot fill {most} micro-batches")
 
@@ -99,8 +111,13 @@ class TaskBuilder:
             padding = replace(padding, side_value=float("nan"), output_value=float("nan"))
         elif case.padding == "poisoned_huge":
             weights["model.embed_tokens.weight"][padding.token_id] = _HUGE
-        passes = tuple(micro_batches(len(batch.input_ids), sizes) for sizes in case.cp)
-        return Task(spec, weights, batch, passes, _LOSSES[case.loss], padding)
+        passes = tuple(
+            step
+            if isinstance(step, Schedule)
+            else micro_batches(len(batch.input_ids), step, num_ranks=case.num_dp_cp_ranks)
+            for step in case.cp
+        )
+        return Task(spec, weights, batch, passes, _LOSSES[case.loss], padding, case.parallel)
 
     def _documents(self, case: Case) -> tuple[Document, ...]:
         number = int(case.padding.removeprefix("text") or 0)
@@ -111,10 +128,11 @@ class TaskBuilder:
         return self.texts[number]
 
     def _batch(self, case: Case) -> tuple[Batch, ModelSpec]:
-        spec = MODEL_SPECS[case.model]
+        spec = _divisible(MODEL_SPECS[case.model], case.parallel)
         if case.column == "text":
             documents = self._documents(case)
-            input_ids, spec = _dense_ids(documents, spec)
+            input_ids, num_ids = _dense_ids(documents)
+            spec = _divisible(replace(spec, vocab_size=num_ids + 1), case.parallel)
             loss_mask = tuple(torch.tensor(document.loss_mask) for document in documents)
         else:
             draw = torch.Generator().manual_seed(
@@ -129,11 +147,18 @@ class TaskBuilder:
         return Batch(input_ids, loss_mask, temperature), spec
 
 
-def micro_batches(samples: int, cp_sizes: Sequence[int]) -> tuple[MicroBatch, ...]:
-    """Samples dealt out to the micro-batches of one step in turn."""
+def micro_batches(samples: int, step: Step, *, num_ranks: int) -> tuple[MicroBatch, ...]:
+    """Samples dealt out to the micro-batches of one step in turn.
+
+    Args:
+        num_ranks: DP×CP.
+    """
     return tuple(
-        MicroBatch(tuple(range(samples))[place :: len(cp_sizes)], cp_size)
-        for place, cp_size in enumerate(cp_sizes)
+        MicroBatch(
+            tuple(range(samples))[place :: len(step)],
+            sizes if isinstance(sizes, tuple) else (sizes,) * max(num_ranks // sizes, 1),
+        )
+        for place, sizes in enumerate(step)
     )
 
 
@@ -143,20 +168,25 @@ def _distinct_ids(seqlen: int, num_ids: int, draw: torch.Generator) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *rounds])[:seqlen]
 
 
-def _dense_ids(
-    documents: Sequence[Document], spec: ModelSpec
-) -> tuple[tuple[Tensor, ...], ModelSpec]:
+def _divisible(spec: ModelSpec, parallel: Parallel) -> ModelSpec:
+    """The model with a layer for every chunk, and heads and widths that TP ranks can share."""
+    shared = ("num_heads", "num_kv_heads", "ffn_size", "vocab_size")
+    wider = {name: math.lcm(getattr(spec, name), parallel.tp_size) for name in shared}
+    layers = max(spec.num_layers, parallel.pp_size * parallel.vpp_size)
+    return replace(spec, num_layers=layers, **wider)  # type: ignore[arg-type]
+
+
+def _dense_ids(documents: Sequence[Document]) -> tuple[tuple[Tensor, ...], int]:
     """Ids renumbered from 0 without gaps, so that the toy model needs no large vocabulary.
 
-    What is verified depends on which ids are equal, not on their values. The last id is left for
-    padding.
+    What is verified depends on which ids are equal, not on their values.
     """
     known = sorted({token for document in documents for token in document.input_ids})
     number = {token: place for place, token in enumerate(known)}
     ids = tuple(
         torch.tensor([number[token] for token in document.input_ids]) for document in documents
     )
-    return ids, replace(spec, vocab_size=len(known) + 1)
+    return ids, len(known)
 
 
 def _uneven(case: Case, draw: torch.Generator) -> tuple[Tensor, ...]:

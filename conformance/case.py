@@ -4,17 +4,22 @@ An id reads `PADDING-WORLDranks-cpPLAN`, then whatever differs from the default:
 
     ragged-4ranks-cp2                  one micro-batch at CP 2 on four ranks
     ragged-4ranks-cp4+2+1              three micro-batches of one step, gradients added up
+    ragged-4ranks-cp4+2_1_1            the second has groups of two, one and one rank
     ragged-4ranks-cp2.1.2              three passes on one model: A, B and A again
+    ragged-4ranks-cpbalanced24         planned by a scheduler, with at most 24 tokens a rank
     poisoned_nan-8ranks-cp4-single     mask with a single valid token
     lens5_13_1-2ranks-cp2-qwen3-t0.7   lengths spelled out, another model, temperature 0.7
+    ragged-8ranks-cp2-tp2-sp-pp2       tensor, sequence and pipeline parallel; DP×CP is 2
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 from .lengths import COLUMNS, POISONS, REFUSALS, case_lengths
+from .protocol import ALONE, Parallel, Schedule
 
 MASKS = ("uneven", "full", "single", "shard", "rank", "none")
 TEMPERATURES = ("t1", "t0.7", "t2", "teach")
@@ -30,47 +35,86 @@ _PADDINGS = (
 _CHOICES = {"mask": MASKS, "temperature": TEMPERATURES, "loss": LOSSES, "model": MODELS}
 
 
+SCHEDULERS = ("uniform", "balanced", "megatron")
+_PARALLEL = {  # by how ids spell them
+    "tp": "tp_size",
+    "sp": "sequence_parallel",
+    "pp": "pp_size",
+    "vpp": "vpp_size",
+    "static": "static_cp_size",
+    "recompute": "recompute",
+    "distopt": "distributed_optimizer",
+}
+
+Step = tuple[int | tuple[int, ...], ...]
+"""For each micro-batch the CP size of its groups, or of every group where they differ."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One run of a batch on a world of ranks.
 
     Args:
         padding: what the lengths are like; `poisoned_nan` is column `poisoned`.
-        world: ranks. cp: per pass, the CP size of each micro-batch.
+        world: ranks. cp: per pass, its micro-batches, or who plans it.
         mask, temperature, loss, model: names from the tuples above.
+        parallel: how the model is spread.
     """
 
     padding: str
     world: int
-    cp: tuple[tuple[int, ...], ...]
+    cp: tuple[Step | Schedule, ...]
     mask: str = "uneven"
     temperature: str = "t1"
     loss: str = "tokenmean"
     model: str = "llama"
+    parallel: Parallel = ALONE
 
     @property
     def id(self) -> str:
-        plan = ".".join("+".join(map(str, sizes)) for sizes in self.cp)
+        plan = ".".join(map(_spell, self.cp))
         extras = [
             getattr(self, field)
             for field, usual in _DEFAULTS.items()
             if getattr(self, field) != usual
         ]
-        return "-".join([self.padding, f"{self.world}ranks", f"cp{plan}", *extras])
+        return "-".join(
+            [self.padding, f"{self.world}ranks", f"cp{plan}", *extras, *_words(self.parallel)]
+        )
+
+    @property
+    def num_dp_cp_ranks(self) -> int:
+        """Ranks that share the samples."""
+        return self.world // self.parallel.model_size
 
     @property
     def cp_sizes(self) -> tuple[int, ...]:
-        """The CP size of every micro-batch of every pass, in order."""
-        return tuple(size for sizes in self.cp for size in sizes)
+        """The CP sizes of every micro-batch of every pass; of a scheduler's, the range it has."""
+        return tuple(
+            size
+            for step in self.cp
+            for sizes in ((1, self.num_dp_cp_ranks) if isinstance(step, Schedule) else step)
+            for size in (sizes if isinstance(sizes, tuple) else (sizes,))
+        )
 
     @property
     def column(self) -> str:
-        """The padding case it belongs to in the matrix."""
+        """The padding case it belongs to."""
         return (
             "own"
             if self.padding.startswith("lens")
             else self.padding.partition("_")[0].rstrip("0123456789")
         )
+
+    @property
+    def row(self) -> str:
+        """Where it stands in the matrix: by its layout, by its scheduler, or its padding case."""
+        if self.parallel != ALONE:
+            return "-".join(_words(self.parallel))
+        planned = {step.scheduler for step in self.cp if isinstance(step, Schedule)}
+        if not planned:
+            return self.column
+        return planned.pop() if len(planned) == 1 else "schedulers"
 
     @property
     def expects_refusal(self) -> bool:
@@ -79,7 +123,7 @@ class Case:
     @property
     def seqlens(self) -> tuple[int, ...]:
         """Its lengths; a text's are known once its file is read."""
-        return case_lengths(self.padding, world=self.world, cp_sizes=self.cp_sizes)
+        return case_lengths(self.padding, world=self.num_dp_cp_ranks, cp_sizes=self.cp_sizes)
 
 
 def parse_case(text: str) -> Case:
@@ -88,10 +132,10 @@ def parse_case(text: str) -> Case:
     Raises:
         ValueError: not an id; says which part is not understood and what could stand there.
 
-    >>> parse_case("ragged-4ranks-cp4+2.1-single").cp
-    ((4, 2), (1,))
+    >>> parse_case("ragged-4ranks-cp4+2_1_1.1-single").cp
+    ((4, (2, 1, 1)), (1,))
     """
-    head = re.fullmatch(r"([a-z][a-z0-9_]*)-(\d+)ranks?-cp([\d+.]+?)((?:-[a-z0-9.]+)*)", text)
+    head = re.fullmatch(r"([a-z][a-z0-9_]*)-(\d+)ranks?-cp([a-z\d+_.]+?)((?:-[a-z0-9.]+)*)", text)
     if head is None:
         raise ValueError(
             f"{text!r} is not a case id; ids look like ragged-4ranks-cp2 or "
@@ -99,16 +143,44 @@ def parse_case(text: str) -> Case:
         )
     padding, world, plan, extras = head.groups()
     try:
-        cp = tuple(tuple(int(size) for size in part.split("+")) for part in plan.split("."))
+        cp = tuple(map(_read_step, plan.split(".")))
     except ValueError:
-        raise ValueError(f"{text!r}: cp{plan} is no plan; write cp2, cp4+2 or cp2.1.2") from None
-    if int(world) < 1 or min(min(sizes) for sizes in cp) < 1:
-        raise ValueError(f"{text!r}: ranks and CP sizes start at 1")
+        raise ValueError(
+            f"{text!r}: cp{plan} is no plan; write cp2, cp4+2, cp4+2_1_1, cp2.1.2 or cpbalanced24"
+        ) from None
     case = Case(padding, int(world), cp)
     for extra in filter(None, extras.split("-")):
         case = _with_extra(case, extra, text)
+    if case.world < 1 or min(case.cp_sizes) < 1:
+        raise ValueError(f"{text!r}: ranks and CP sizes start at 1")
     _check_padding(padding, text)
+    _check_parallel(case, text)
     return case
+
+
+def _spell(step: Step | Schedule) -> str:
+    if isinstance(step, Schedule):
+        return f"{step.scheduler}{step.max_seqlen_per_dp_cp_rank}"
+    return "+".join(
+        "_".join(map(str, sizes)) if isinstance(sizes, tuple) else str(sizes) for sizes in step
+    )
+
+
+def _read_step(text: str) -> Step | Schedule:
+    planned = re.fullmatch(rf"({'|'.join(SCHEDULERS)})(\d+)", text)
+    if planned:
+        return Schedule(planned[1], int(planned[2]))
+    groups = [tuple(map(int, part.split("_"))) for part in text.split("+")]
+    return tuple(sizes if len(sizes) > 1 else sizes[0] for sizes in groups)
+
+
+def _words(parallel: Parallel) -> Iterator[str]:
+    """What differs from no parallelism at all, as ids spell it."""
+    usual = {field.name: field.default for field in fields(Parallel)}
+    for word, name in _PARALLEL.items():
+        value = getattr(parallel, name)
+        if value != usual[name]:
+            yield word if value is True else f"{word}{value}"
 
 
 def _check_padding(padding: str, text: str) -> None:
@@ -123,9 +195,28 @@ def _check_padding(padding: str, text: str) -> None:
         )
 
 
+def _check_parallel(case: Case, text: str) -> None:
+    """Refuse a layout that the world cannot have."""
+    unit = case.parallel.model_size * case.parallel.static_cp_size
+    if case.world % unit:
+        raise ValueError(
+            f"{text!r}: {case.world} ranks are no multiple of the {unit} that "
+            f"{'-'.join(_words(case.parallel))} takes"
+        )
+
+
 def _with_extra(case: Case, extra: str, text: str) -> Case:
     for field, choices in _CHOICES.items():
         if extra in choices:
             return replace(case, **{field: extra})  # type: ignore[arg-type]
+    word = extra.rstrip("0123456789")
+    number = extra[len(word) :]
+    name = _PARALLEL.get(word)
+    if name is not None and bool(number) == name.endswith("size"):
+        value = {name: int(number) if number else True}
+        return replace(case, parallel=replace(case.parallel, **value))  # type: ignore[arg-type]
     known = ", ".join(choice for choices in _CHOICES.values() for choice in choices)
-    raise ValueError(f"{text!r}: {extra!r} is not one of {known}")
+    raise ValueError(
+        f"{text!r}: {extra!r} is not one of {known}, tp2, sp, pp2, vpp2, static2, recompute, "
+        "distopt"
+    )

@@ -11,7 +11,9 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from .protocol import Oracle, Outputs, Pack, Plan, Task
+from .finding import Finding
+from .judge_layout import check_layout
+from .protocol import Oracle, Outputs, Pack, Plan, Schedule, Task
 
 BUDGET = 1e-9
 """Relative error allowed in float64: seven digits above rounding, far below any wrong row."""
@@ -19,21 +21,6 @@ BUDGET = 1e-9
 GRADIENT_FLOOR = 1e-4
 """A parameter's error is relative to its own largest gradient, or to this share of the largest
 gradient of all where its own is smaller: below it rounding is all there is."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found. `error` is None for exact checks that hold."""
-
-    check: str
-    error: float
-    budget: float
-    where: str = ""
-    reason: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.budget  # NaN is not
 
 
 def judge(
@@ -45,9 +32,9 @@ def judge(
         replies: per rank, per pass. truth: the oracle's outputs of the same batch.
     """
     findings: list[Finding] = []
-    for number, plan in enumerate(task.passes):
+    for number, step in enumerate(task.passes):
         outputs = [reply[number] for reply in replies]
-        found = _judge_pass(task, plan, outputs, oracle, truth)
+        found = _judge_pass(task, step, outputs, oracle, truth)
         findings += _in_pass(found, number) if len(task.passes) > 1 else found
     if len(task.passes) > 1:
         findings.append(check_order(task.passes, replies))
@@ -55,21 +42,31 @@ def judge(
 
 
 def _judge_pass(
-    task: Task, plan: Plan, outputs: Sequence[Outputs], oracle: Oracle, truth: Outputs
+    task: Task,
+    step: Plan | Schedule,
+    outputs: Sequence[Outputs],
+    oracle: Oracle,
+    truth: Outputs,
 ) -> list[Finding]:
     findings = []
     if any(output.packs for output in outputs):
-        findings.append(check_layout(task, plan, outputs, oracle))
-    holders = _Holders(plan, outputs)
-    first = outputs[0]
+        findings.append(check_layout(task, step, outputs, oracle))
+    elif isinstance(step, Schedule):
+        reason = "packs are not shown, so what was planned cannot be seen"
+        findings.append(Finding("layout", float("inf"), 0.0, reason=reason))
+    holders = _Holders(outputs)
+    last = outputs[-1]  # of the last pipeline stage, if there are several
+    gradients: dict[str, Tensor] = {}
+    for output in outputs:  # a stage has those of its own layers
+        gradients = {**output.gradients, **gradients}
     return [
         *findings,
-        check_tokens("logits", first.logits, truth.logits, holders),
-        check_tokens("logprobs", first.logprobs, truth.logprobs, holders),
-        check_tokens("entropy", first.entropy, truth.entropy, holders),
-        check_loss(first.loss, truth.loss),
-        check_gradients(first.gradients, truth.gradients),
-        check_merge(outputs),
+        check_tokens("logits", last.logits, truth.logits, holders),
+        check_tokens("logprobs", last.logprobs, truth.logprobs, holders),
+        check_tokens("entropy", last.entropy, truth.entropy, holders),
+        check_loss(last.loss, truth.loss),
+        check_gradients(gradients, truth.gradients),
+        check_merge(outputs, num_stages=task.parallel.pp_size),
     ]
 
 
@@ -140,18 +137,31 @@ def check_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
     return _finding("gradients", worst, BUDGET, where)
 
 
-def check_merge(outputs: Sequence[Outputs]) -> Finding:
-    """Merged outputs, loss and summed gradients are the same bits on every rank."""
-    for rank, other in enumerate(outputs[1:], start=1):
-        for name, mine, first in _pairs(other, outputs[0]):
-            if mine is not first and not _same_bits(mine, first):
-                return Finding(
-                    "merge", float("inf"), 0.0, f"{name} on rank {rank} is not rank 0's"
-                )
+def check_merge(outputs: Sequence[Outputs], *, num_stages: int = 1) -> Finding:
+    """Merged outputs, loss and gradients are the same bits on every rank that must have them.
+
+    Those are all ranks, but with pipeline stages only the last one's of outputs and each stage's
+    own of gradients.
+    """
+    ranks = list(enumerate(outputs))
+    size = len(ranks) // num_stages
+    for stage in (ranks[start : start + size] for start in range(0, len(ranks), size)):
+        is_last = stage[-1] is ranks[-1]
+        for rank, other in stage[1:]:
+            for name, mine, first in _pairs(other, stage[0][1], gradients_only=not is_last):
+                if mine is not first and not _same_bits(mine, first):
+                    where = f"{name} on rank {rank} is not rank {stage[0][0]}'s"
+                    return Finding("merge", float("inf"), 0.0, where)
+    for rank, output in ranks:
+        if not _same_bits(output.loss, outputs[0].loss):
+            where = f"loss on rank {rank} is not rank 0's"
+            return Finding("merge", float("inf"), 0.0, where)
     return Finding("merge", 0.0, 0.0)
 
 
-def check_order(passes: Sequence[Plan], replies: Sequence[tuple[Outputs, ...]]) -> Finding:
+def check_order(
+    passes: Sequence[Plan | Schedule], replies: Sequence[tuple[Outputs, ...]]
+) -> Finding:
     """Passes with the same plan give the same bits, whatever ran in between."""
     for rank, reply in enumerate(replies):
         for later, plan in enumerate(passes):
@@ -163,73 +173,16 @@ def check_order(passes: Sequence[Plan], replies: Sequence[tuple[Outputs, ...]]) 
     return Finding("order", 0.0, 0.0)
 
 
-def check_layout(task: Task, plan: Plan, outputs: Sequence[Outputs], oracle: Oracle) -> Finding:
-    """Plan and packs, exactly: every sample once, right members, tokens, positions, labels."""
-    wrong = next(_layout_faults(task, plan, outputs, oracle), "")
-    return Finding("layout", float("inf") if wrong else 0.0, 0.0, wrong)
-
-
-def _layout_faults(
-    task: Task, plan: Plan, outputs: Sequence[Outputs], oracle: Oracle
-) -> Iterator[str]:
-    for rank, output in enumerate(outputs):
-        if len(output.packs) != len(plan):
-            yield f"rank {rank} ran {len(output.packs)} micro-batches of {len(plan)}"
-    for number, micro_batch in enumerate(plan):
-        packs = [output.packs[number] for output in outputs]
-        size = micro_batch.cp_size
-        leaders = packs[::size]
-        held = sorted(sample for pack in leaders for sample in pack.samples)
-        if held != sorted(micro_batch.samples):
-            yield f"micro-batch {number} holds samples {held}, not {sorted(micro_batch.samples)}"
-        for rank, pack in enumerate(packs):
-            first = rank - rank % size
-            members = tuple(range(first, first + size))
-            place = f"micro-batch {number}, rank {rank}"
-            if pack.cp_ranks != members:
-                yield f"{place}: CP group is ranks {list(pack.cp_ranks)}, not {list(members)}"
-            elif pack.samples != packs[first].samples:
-                yield f"{place}: samples {pack.samples}, rank {first} has {packs[first].samples}"
-            else:
-                yield from _pack_faults(task, pack, rank % size, oracle, place)
-
-
-def _pack_faults(
-    task: Task, pack: Pack, cp_rank: int, oracle: Oracle, place: str
-) -> Iterator[str]:
-    if not pack.samples:
-        if not (pack.tokens == task.padding.token_id).all():
-            yield f"{place}: no samples, but tokens {pack.tokens.tolist()}"
-        return
-    true = oracle.pack(
-        task.batch, pack.samples, cp_ranks=pack.cp_ranks, cp_rank=cp_rank, padding=task.padding
-    )
-    for name in ("cu_seqlens_padded", "position_ids", "tokens", "labels"):
-        mine, expected = getattr(pack, name).tolist(), getattr(true, name).tolist()
-        if mine != expected:
-            at = next(
-                (
-                    i
-                    for i, pair in enumerate(zip(mine, expected, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                -1,
-            )
-            yield f"{place}: {name} {mine} should be {expected}, first wrong at row {at}"
-
-
 @dataclass(frozen=True)
 class _Holders:
     """Which rank computed which token, as far as the packs tell."""
 
-    plan: Plan
     outputs: Sequence[Outputs]
 
     def of(self, sequence: int, token: int) -> str:
-        for number, _ in enumerate(self.plan):
-            for rank, output in enumerate(self.outputs):
-                pack = output.packs[number] if number < len(output.packs) else None
-                if pack and sequence in pack.samples and self._has(pack, sequence, token):
+        for rank, output in enumerate(self.outputs):
+            for pack in output.packs:
+                if sequence in pack.samples and self._has(pack, sequence, token):
                     return f", rank {rank} of CP group {list(pack.cp_ranks)}"
         return ""
 
@@ -241,12 +194,15 @@ class _Holders:
         return token in pack.position_ids[bounds[place] : bounds[place + 1]].tolist()
 
 
-def _pairs(mine: Outputs, first: Outputs) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def _pairs(
+    mine: Outputs, first: Outputs, *, gradients_only: bool = False
+) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
     """Every output of two ranks by name, None where one of them has it and the other has not."""
-    for name in ("logits", "logprobs", "entropy"):
+    for name in () if gradients_only else ("logits", "logprobs", "entropy"):
         pairs = zip_longest(getattr(mine, name), getattr(first, name))
         yield from ((f"{name} of sequence {i}", *pair) for i, pair in enumerate(pairs))
-    yield "loss", mine.loss, first.loss
+    if not gradients_only:
+        yield "loss", mine.loss, first.loss
     for name in {**first.gradients, **mine.gradients}:
         yield f"gradient of {name}", mine.gradients.get(name), first.gradients.get(name)
 

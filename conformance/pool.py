@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from .fork_server import ForkServer
-from .protocol import Outputs, Pack, Task, load
+from .protocol import ALONE, Outputs, Pack, Parallel, Task, load
 from .rank_error import RankError, deed, waiting_in_words
 from .ranks import Answers, Ranks
 from .wire import decode, encode
@@ -47,7 +47,7 @@ class RankPool:
             whose attributes no task may leave changed.
         timeout_s: limit of one task.
         open_timeout_s: limit of `open_rank`, imports included.
-        options: handed to `open_rank`.
+        options, parallel: handed to `open_rank`.
         server: forks the ranks; one of its own if not given.
 
     >>> with RankPool("my.implementation", 4) as pool:  # doctest: +SKIP
@@ -62,6 +62,7 @@ class RankPool:
         timeout_s: float = 60.0,
         open_timeout_s: float = _OPEN_LIMIT_S,
         options: Mapping[str, str] | None = None,
+        parallel: Parallel = ALONE,
         server: ForkServer | None = None,
     ) -> None:
         if world_size < 1:
@@ -71,6 +72,7 @@ class RankPool:
         self._timeout_s = timeout_s
         self._open_timeout_s = open_timeout_s
         self._options = dict(options or {})
+        self._parallel = parallel
         self._server = server or ForkServer(preload_of(implementation))
         self._owns_server = server is None
         self._ranks: Ranks | None = None
@@ -93,6 +95,7 @@ class RankPool:
                 self.world_size,
                 timeout_s=self._timeout_s,
                 options=self._options,
+                parallel=self._parallel,
             )
             self._fresh = True
 
@@ -203,7 +206,7 @@ class RankPool:
 
 
 class RankPools:
-    """Pools by implementation, world size and options, the most recently used ones alive.
+    """Pools by implementation, world size, options and layout, the most recently used ones alive.
 
     Args:
         max_ranks: processes that live at once; a larger world lives alone.
@@ -217,10 +220,15 @@ class RankPools:
         self._pools: OrderedDict[tuple[object, ...], RankPool] = OrderedDict()
 
     def pool(
-        self, implementation: str, world_size: int, *, options: Mapping[str, str] | None = None
+        self,
+        implementation: str,
+        world_size: int,
+        *,
+        options: Mapping[str, str] | None = None,
+        parallel: Parallel = ALONE,
     ) -> RankPool:
         """The pool for these, made if there is none; pools used longest ago make room for it."""
-        key = (implementation, world_size, *sorted((options or {}).items()))
+        key = (implementation, world_size, parallel, *sorted((options or {}).items()))
         if key not in self._pools:
             self._make_room(world_size)
             self._pools[key] = RankPool(
@@ -228,6 +236,7 @@ class RankPools:
                 world_size,
                 timeout_s=self._timeout_s,
                 options=options,
+                parallel=parallel,
                 server=self._server(implementation),
             )
         self._pools.move_to_end(key)

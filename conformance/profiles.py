@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .case import LOSSES, MASKS, MODELS, TEMPERATURES, Case
+from .case import LOSSES, MASKS, MODELS, TEMPERATURES, Case, parse_case
 from .lengths import COLUMNS, POISONS, REFUSALS
 
 PROFILES = ("quick", "default", "deep")
@@ -16,12 +16,61 @@ CP_SIZES = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4), 6: (1, 2, 6), 8: (1, 2,
 _STEPS = {2: "2+1", 3: "3+1", 4: "4+2+1", 6: "6+2+1", 8: "8+4+2+1"}  # one step, every size
 _ORDERS = {2: "2.1.2", 3: "3.1.3", 4: "2.4.2", 6: "2.6.2", 8: "4.1.4"}  # A, B, A
 _EVERY_SIZE = ((4, "1"), (4, "2"), (3, "3"), (4, "4"), (6, "6"), (8, "8"), (4, "4+2+1"))
+_MIXED = (  # groups of mixed sizes in one micro-batch
+    "4ranks-cp4+2_1_1",
+    "6ranks-cp6+4_2",
+    "8ranks-cp4_2_1_1+8",
+    "5ranks-cp4_1+2_2_1+5",
+    "7ranks-cp4_2_1+7",
+)
+_PLANNED = (  # steps that the implementation plans by itself
+    "lens16_16_16_32_224-4ranks-cp4+2_1_1",
+    "lens16_16_16_32_224-4ranks-cpbalanced56",
+    "ragged-4ranks-cpbalanced24",
+    "ragged-8ranks-cpuniform24",
+    "longtail-8ranks-cpmegatron32",
+    "ragged-4ranks-cpuniform24.balanced24.uniform24",
+    "longtail-6ranks-cpbalanced40",
+    "few_one-3ranks-cpbalanced24",
+)
+_CUTS = ("ragged-4ranks-cp2.2+2.2+2+2+2+2", "ragged-4ranks-cp2.2+2.2+2+2+2+2-seqmean")
+_LAYOUTS = (  # one or two cases of every parallel dimension
+    "ragged-4ranks-cp2-tp2",
+    "ragged-4ranks-cp2+1-tp2-sp",
+    "ragged-3ranks-cp1-tp3-sp",
+    "ragged-4ranks-cp2+1-pp2",
+    "ragged-4ranks-cp2+1-pp2-vpp2",
+    "ragged-8ranks-cp2+1-tp2-sp-pp2",
+    "ragged-4ranks-cp1.4.2-static2",
+    "ragged-4ranks-cp4+2_1_1-distopt",
+    "ragged-4ranks-cp4+2_1_1-recompute",
+)
+_MORE_LAYOUTS = (
+    "ragged-3ranks-cp1-tp3",
+    "ragged-6ranks-cp2-tp3-sp",
+    "ragged-4ranks-cp1-tp4",
+    "ragged-8ranks-cp2+1-tp4-sp",
+    "ragged-8ranks-cp4+2_1_1-tp2-sp",
+    "ragged-8ranks-cp4+2_1_1-pp2",
+    "ragged-8ranks-cpbalanced24-pp2",
+    "ragged-8ranks-cp2+1-pp4",
+    "ragged-8ranks-cp2+1-pp4-vpp2",
+    "ragged-8ranks-cp2+1-tp2-pp2-vpp2",
+    "ragged-8ranks-cp2.1.2-tp2-sp-pp2-vpp2-static2-recompute-distopt",
+    "ragged-4ranks-cp1.2.4-static4",
+    "ragged-4ranks-cpbalanced24-distopt",
+)
+_VARIED = (  # what varies besides, on these layouts
+    "{}-4ranks-cp2-tp2-sp",
+    "{}-4ranks-cp2-pp2",
+    "{}-8ranks-cp2-tp2-sp-pp2",
+)
 _NO_GROUPS = ((4, "3"), (6, "4"), (6, "3"), (8, "6"), (4, "2+3"))  # sizes that cannot be had
 _PLAIN = [column for column in COLUMNS if column not in ("poisoned", "few", "text", "refused")]
 
 
 def profile_cases(profile: str, *, num_texts: int = 0) -> tuple[Case, ...]:
-    """The cases of a profile, those of one world together.
+    """The cases of a profile, those of one world and layout together.
 
     Args:
         num_texts: batches of real documents there are.
@@ -31,7 +80,8 @@ def profile_cases(profile: str, *, num_texts: int = 0) -> tuple[Case, ...]:
     if profile not in PROFILES:
         raise ValueError(f"no profile {profile!r}; there are {', '.join(PROFILES)}")
     cases = {"quick": _quick, "default": _default, "deep": _deep}[profile](num_texts)
-    return tuple(sorted(dict.fromkeys(cases), key=lambda case: case.world))
+    alike = dict.fromkeys(cases)  # ranks are made for a world and a layout
+    return tuple(sorted(alike, key=lambda case: (case.world, repr(case.parallel))))
 
 
 def text_cases(num_texts: int, *, profile: str) -> tuple[Case, ...]:
@@ -57,6 +107,8 @@ def _quick(num_texts: int) -> Iterator[Case]:
     yield Case("ragged", 4, ((4,),), temperature="t0.7", loss="seqmean")
     yield Case("ragged", 4, ((4,),), temperature="t2")
     yield from (Case("ragged", 4, ((2,),), model=model) for model in MODELS)
+    yield from (parse_case(f"ragged-{plan}") for plan in _MIXED[:3])
+    yield from map(parse_case, (*_PLANNED[:5], *_CUTS[:1], *_LAYOUTS))
 
 
 def _default(num_texts: int) -> Iterator[Case]:
@@ -67,6 +119,14 @@ def _default(num_texts: int) -> Iterator[Case]:
     for padding in ("ragged", "short", "longtail"):
         yield from (_with_plan(padding, world, plan) for world, plan in _STEPS.items())
         yield from (_with_plan(padding, world, plan) for world, plan in _ORDERS.items())
+    for padding in ("ragged", "short", "few", "poisoned_nan", "ones"):
+        yield from (parse_case(f"{padding}-{plan}") for plan in _MIXED)
+    yield from map(parse_case, (*_PLANNED, *_CUTS, *_MORE_LAYOUTS))
+    for layout in _VARIED:
+        for padding in ("short", "ones", "longtail", "few", "poisoned_nan", "poisoned_huge"):
+            yield parse_case(layout.format(padding))
+        for varied in ("none", "single", "seqmean", "teach-entropy", "qwen2", "starcoder2"):
+            yield parse_case(f"{layout.format('ragged')}-{varied}")
     for number in range(1, min(num_texts, 3)):
         yield from (Case(f"text{number}", 4, ((size,),)) for size in (1, 2, 4))
 

@@ -1,11 +1,13 @@
 """What the suite asks of an implementation, and the plain data that passes between them.
 
-An implementation under test is a module. It may offer two things, each optional:
+An implementation under test is a module. It may offer these, each optional:
 
 - `index`: an object with the methods of `IndexImplementation`. One process, no model: split, pack,
   unpack and merge as pure index logic.
 - `open_rank`: a function that turns one process of a `torch.distributed` world into a
   `ModelImplementation`, which runs whole batches through a real model.
+- `SUPPORTS`: names of what its ranks can do besides, see `Task.needs`; other tasks are
+  unsupported.
 
 `conformance/adapters/impl.py` is the production implementation behind this protocol, and
 `conformance/adapters/reference.py` the oracle. Neither side imports the other, and the suite
@@ -14,6 +16,7 @@ imports neither: both are named on the command line and loaded by `load`.
 Shape letters: `L` tokens of a sequence, `V` vocabulary, `T` packed rows on a rank, `S` sequences.
 """
 
+# Longer than 300 lines: all that the author of an implementation has to read, in one place.
 from __future__ import annotations
 
 import importlib
@@ -100,13 +103,88 @@ class Padding:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples (indices into the batch) that run together, and the CP size of their groups."""
+    """Samples (indices into the batch) that run together.
+
+    Args:
+        cp_sizes: of every CP group, groups in rank order; the implementation says which samples
+            each takes.
+    """
 
     samples: tuple[int, ...]
-    cp_size: int
+    cp_sizes: tuple[int, ...]
+
+    @property
+    def cp_size(self) -> int:
+        """The CP size of all groups.
+
+        Raises:
+            Unsupported: they differ, and the implementation has asked for one.
+        """
+        if len(set(self.cp_sizes)) > 1:
+            raise Unsupported(f"CP groups of different sizes {self.cp_sizes} in one micro-batch")
+        return self.cp_sizes[0]
 
 
 Plan = tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step that the implementation plans by itself.
+
+    Args:
+        scheduler: "uniform", one CP size for all groups, the smallest at which the longest
+            sequence has at most `max_seqlen_per_dp_cp_rank` tokens a rank; "balanced", groups of
+            mixed sizes whose packs, padding included, have at most so many; "megatron", what the
+            installed Megatron plans under the same limit.
+    """
+
+    scheduler: str
+    max_seqlen_per_dp_cp_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How a model is spread besides dynamic CP; what is left of the world is DP×CP.
+
+    Ranks are numbered as Megatron does, tp-cp-dp-pp, those of tensor parallelism side by side.
+
+    Args:
+        tp_size, pp_size: tensor and pipeline parallel. vpp_size: model chunks per stage.
+        static_cp_size: the CP size that Megatron is initialised with.
+        sequence_parallel: packs divide by `tp_size` as well.
+        recompute: every layer is computed again in the backward pass.
+        distributed_optimizer: gradients are sharded over the DP×CP ranks.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    vpp_size: int = 1
+    static_cp_size: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+    distributed_optimizer: bool = False
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tp_size * self.pp_size
+
+    def dp_cp_ranks(self, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """For every place of a model copy, stages first, the ranks that share the samples.
+
+        >>> Parallel(tp_size=2, pp_size=2).dp_cp_ranks(8)
+        ((0, 2), (1, 3), (4, 6), (5, 7))
+        """
+        stage = world_size // self.pp_size
+        return tuple(
+            tuple(range(pp * stage + tp, (pp + 1) * stage, self.tp_size))
+            for pp in range(self.pp_size)
+            for tp in range(self.tp_size)
+        )
+
+
+ALONE = Parallel()
 
 
 @dataclass(frozen=True)
@@ -120,9 +198,37 @@ class Task:
     model: ModelSpec
     weights: Mapping[str, Tensor]
     batch: Batch
-    passes: tuple[Plan, ...]
+    passes: tuple[Plan | Schedule, ...]
     loss: Loss = Loss()
     padding: Padding = Padding()
+    parallel: Parallel = ALONE
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The passes, where the suite has planned all of them.
+
+        Raises:
+            Unsupported: it has not, and the implementation has asked for them.
+        """
+        plans = tuple(step for step in self.passes if not isinstance(step, Schedule))
+        if len(plans) < len(self.passes):
+            raise Unsupported("a pass that the implementation has to plan by itself")
+        return plans
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a module must name in `SUPPORTS` before it is given this task.
+
+        "mixed", CP groups of different sizes in a micro-batch; "schedulers", a `Schedule` among
+        the passes; "parallel", more than data and context parallelism.
+        """
+        plans = [step for step in self.passes if not isinstance(step, Schedule)]
+        asked = {
+            "schedulers": len(plans) < len(self.passes),
+            "mixed": any(len(set(one.cp_sizes)) > 1 for plan in plans for one in plan),
+            "parallel": self.parallel != ALONE,
+        }
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
 
 
 @dataclass(frozen=True)
@@ -148,12 +254,16 @@ class Pack:
 class Outputs:
     """Results of one pass, on every rank the whole batch in input order.
 
+    With pipeline stages, `logits`, `logprobs` and `entropy` may be empty on all but the last, and
+    `gradients` may be those of the rank's own layers.
+
     Args:
         logits: per sequence [L, V]. logprobs, entropy: per sequence [L]; entry t of `logprobs`
             is that of token t + 1, and the last, which has no label, is 0.
         loss: scalar, of the whole batch. gradients: of that loss, by Hugging Face name, summed
-            over all ranks, in absolute scale.
-        packs: one per micro-batch; empty if the implementation does not show them.
+            over all ranks, in absolute scale; whole tensors.
+        packs: one per micro-batch, then any that hold padding only; empty if the implementation
+            does not show them.
     """
 
     logits: tuple[Tensor, ...]
@@ -235,20 +345,30 @@ class Oracle(Protocol):
         cp_ranks: Sequence[int],
         cp_rank: int,
         padding: Padding,
+        tp_size: int = 1,
     ) -> Pack:
-        """The pack that the CP rank must have handed to the model."""
+        """The pack that the CP rank must have handed to the model.
+
+        Args:
+            tp_size: what its rows divide by besides, for sequence parallelism.
+        """
 
     index: IndexImplementation
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where a rank finds itself when `open_rank` is called; torch.distributed is initialised."""
+    """Where a rank finds itself when `open_rank` is called; torch.distributed is initialised.
+
+    Args:
+        parallel: how every task of this rank spreads its model.
+    """
 
     rank: int
     world_size: int
     timeout_s: float
     options: Mapping[str, str] = field(default_factory=dict)
+    parallel: Parallel = ALONE
 
 
 def load(name: str) -> ModuleType:

@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from .fork_server import ForkServer, tail
+from .protocol import Parallel
 from .rank_error import RankError, from_exit_status, from_stack
 from .wire import Channel, decode
 from .worker import CHECK, CLOSE, OUTPUTS, RUN, Done, RankSetup
@@ -51,6 +52,7 @@ class Ranks:
         *,
         timeout_s: float,
         options: Mapping[str, str],
+        parallel: Parallel,
     ) -> None:
         self._server = server
         self._directory = server.make_directory()
@@ -62,6 +64,7 @@ class Ranks:
                 timeout_s=timeout_s + _COLLECTIVE_MARGIN_S,
                 options=dict(options),
                 directory=str(self._directory),
+                parallel=parallel,
             )
             for rank in range(world_size)
         ]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from .build import TaskBuilder
 from .case import Case
-from .judge import Finding, judge
+from .finding import Finding
+from .judge import judge
 from .pool import RankPools, RankReply
-from .protocol import Loss, Oracle, Outputs, Task
+from .protocol import Loss, Oracle, Outputs, Task, load
 from .rank_error import RankError, from_exception
 from .verdict import CheckResult, Verdict
 
@@ -42,6 +43,10 @@ class Suite:
 
     def _verify(self, case: Case) -> list[CheckResult]:
         task = self.builder.task(case)
+        lacking = task.needs - set(getattr(load(self.implementation), "SUPPORTS", ()))
+        if lacking:
+            reason = f"{', '.join(sorted(lacking))}: not in the SUPPORTS of {self.implementation}"
+            return [self._line(case, "run", Verdict.UNSUPPORTED, reason=reason)]
         if case.expects_refusal:
             return [self._refused(case, task)]
         replies = self._run(case, task)
@@ -64,7 +69,7 @@ class Suite:
         return self._truths[key]
 
     def _run(self, case: Case, task: Task, only_rank: int | None = None) -> Sequence[RankReply]:
-        pool = self.pools.pool(self.implementation, case.world)
+        pool = self.pools.pool(self.implementation, case.world, parallel=case.parallel)
         return pool.run(task, only_rank=only_rank)
 
     def _refused(self, case: Case, task: Task) -> CheckResult:
@@ -109,7 +114,7 @@ class Suite:
             lengths=self.builder.seqlens(case),
             world=case.world,
             cp=case.cp_sizes,
-            padding=case.column,
+            padding=case.row,
             verdict=verdict,
             error=error,
             budget=budget,

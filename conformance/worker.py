@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .protocol import ModelImplementation, Outputs, RankContext, Task
+from .protocol import ALONE, ModelImplementation, Outputs, Parallel, RankContext, Task
 from .rank_error import RankError, from_exception
 from .state_watch import Snapshot, StateWatch
 from .wire import Channel, decode, encode
@@ -45,6 +45,7 @@ class RankSetup:
     timeout_s: float
     options: Mapping[str, str]
     directory: str
+    parallel: Parallel = ALONE
 
     @property
     def log(self) -> Path:
@@ -125,7 +126,9 @@ class _Rank:
             timeout=timeout,
         )
         module = importlib.import_module(setup.implementation)
-        context = RankContext(setup.rank, setup.world_size, setup.timeout_s, setup.options)
+        context = RankContext(
+            setup.rank, setup.world_size, setup.timeout_s, setup.options, setup.parallel
+        )
         self._model = module.open_rank(context)
         self._watch = StateWatch(getattr(module, "WATCH", ()))
 

@@ -1,15 +1,15 @@
 """The production implementation behind the suite's protocol.
 
-`conformance.adapters.stock` runs the same code without the binding, to show what a Megatron does
-by itself.
+Uniform micro-batches go by the functions that a trainer calls one by one; all else, with its other
+parallel dimensions and mixed CP sizes, by the engine (`conformance.adapters.impl_engine`).
+`conformance.adapters.stock` runs the same functions without the binding, to show what a Megatron
+does by itself.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +18,19 @@ from torch import Tensor
 
 from impl.pack import jagged
 
-from ..protocol import Batch, MicroBatch, Outputs, Pack, Plan, RankContext, Task
+from ..protocol import MicroBatch, Outputs, Pack, Plan, RankContext, Task
+from . import impl_engine
 from .impl_index import index
-from .impl_translate import gpt_config, pack_seen, poisoned
+from .impl_translate import (
+    PRELOAD,
+    WATCH,
+    check_probe,
+    gpt_config,
+    jagged_batch,
+    pack_seen,
+    poisoned,
+    versions,
+)
 
 if TYPE_CHECKING:
     from impl.groups import CPGroups
@@ -29,32 +39,10 @@ if TYPE_CHECKING:
 
     Spelling = Callable[[PackedRow], None]
 
-__all__ = ["NAME", "PRELOAD", "WATCH", "index", "open_rank", "versions"]
+__all__ = ["NAME", "PRELOAD", "SUPPORTS", "WATCH", "index", "open_rank", "versions"]
 
 NAME = "impl"
-PRELOAD = (
-    "impl.forward",
-    "impl.merge",
-    "impl.megatron.bind",
-    "impl.megatron.model",
-    "impl.megatron.parallel",
-    "impl.megatron.weights",
-)
-WATCH = (
-    "megatron.core.parallel_state",
-    "megatron.core.packed_seq_params.PackedSeqParams",
-    "megatron.core.transformer.attention.Attention",
-    "megatron.core.transformer.attention.SelfAttention",
-    "megatron.core.models.gpt.GPTModel",
-)
-
-
-def versions() -> dict[str, str]:
-    """What is under test, found without importing it; the index logic needs no Megatron."""
-    try:
-        return {"megatron": importlib.metadata.version("megatron-core")}
-    except importlib.metadata.PackageNotFoundError:
-        return {"megatron": ""}
+SUPPORTS = impl_engine.SUPPORTS
 
 
 class Rank:
@@ -63,32 +51,25 @@ class Rank:
     binds = True
 
     def __init__(self, context: RankContext) -> None:
-        from impl.groups import create_cp_groups, destroy_cp_groups
-
         self.resources = ExitStack()
-        self.groups = create_cp_groups(
-            [range(context.world_size)], timeout=timedelta(seconds=context.timeout_s)
-        )
-        self.resources.callback(destroy_cp_groups, self.groups)
-        self.enter_megatron(context)
+        self.groups = self.enter(context)
 
-    def enter_megatron(self, context: RankContext) -> None:
-        from impl.megatron.parallel import model_parallel
-
-        self.resources.enter_context(model_parallel())
+    def enter(self, context: RankContext) -> CPGroups:
+        self.state = self.resources.enter_context(impl_engine.parallel_state(context))
+        return self.state.groups
 
     def close(self) -> None:
         self.resources.close()
 
     def run(self, task: Task) -> tuple[Outputs, ...]:
+        if task.needs:
+            return impl_engine.run(task, self.state)
         from impl.megatron.cpu import cpu_mode
 
-        plans = [self.split(task, plan) for plan in task.passes]  # refuses before any collective
+        subs = [self.split(task, plan) for plan in task.plans]  # refuses before any collective
         with cpu_mode():
             run = _ModelRun(task, self.groups, binds=self.binds, spell=self.spell)
-            return tuple(
-                run.one_pass(plan, subs) for plan, subs in zip(task.passes, plans, strict=True)
-            )
+            return tuple(run.one_pass(*each) for each in zip(task.plans, subs, strict=True))
 
     def spell(self, packed: PackedRow) -> None:
         """Last touch to the packed parameters; ours need none."""
@@ -121,32 +102,8 @@ def split_micro_batch(task: Task, micro_batch: MicroBatch, groups: CPGroups) -> 
         min_cp_size=1 if rule_decides else size,
         max_cp_size=None if rule_decides else size,
     )
-    batch = _jagged_batch(task.batch, micro_batch.samples)
+    batch = jagged_batch(task.batch, micro_batch.samples)
     return dynamic_cp_split_batch(batch, config=config, groups=groups)
-
-
-def _jagged_batch(batch: Batch, samples: Sequence[int]) -> dict[str, Tensor]:
-    seqlens = tuple(batch.seqlens[sample] for sample in samples)
-    ids = [batch.input_ids[sample] for sample in samples]
-    temperature = torch.tensor(
-        [batch.temperature[sample] for sample in samples], dtype=torch.float64
-    )
-    return {
-        "input_ids": jagged(torch.cat([torch.empty(0, dtype=torch.int64), *ids]), seqlens),
-        "temperature": jagged(
-            temperature.repeat_interleave(torch.tensor(seqlens, dtype=torch.int64)), seqlens
-        ),
-        "probe": jagged(_probe(seqlens), seqlens),
-    }
-
-
-def _probe(seqlens: Sequence[int]) -> Tensor:
-    """A side input that differs in every token: [tokens, 2], sequence and position."""
-    places = [
-        torch.stack([torch.full((seqlen,), sequence), torch.arange(seqlen)], 1)
-        for sequence, seqlen in enumerate(seqlens)
-    ]
-    return torch.cat([torch.empty(0, 2, dtype=torch.float64), *places])
 
 
 class _ModelRun:
@@ -224,14 +181,7 @@ class _ModelRun:
             },
             on_pack=self.keep_packed,
         )
-        probe, expected = outputs.pop("probe").values(), sub["probe"].values()
-        if not torch.equal(probe, expected):
-            token = int((probe != expected).any(1).nonzero()[0])
-            raise RuntimeError(
-                f"side inputs are not where their tokens are: token {token} of the CP group has "
-                f"those of {probe[token].tolist()}, not {expected[token].tolist()} (sequence, "
-                "position)"
-            )
+        check_probe(outputs.pop("probe"), sub.tensors)
         return dynamic_cp_merge_output(outputs, sub, groups=self.groups)
 
     def bound_groups(self) -> list[object]:

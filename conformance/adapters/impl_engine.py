@@ -1,17 +1,21 @@
 """The production implementation as a trainer meets it: `impl.engine` on Megatron's own schedule.
 
-`conformance.adapters.impl` runs micro-batches one by one and adds up gradients itself. Here the
-engine does all of that: Megatron's schedule, data parallelism and finalising of gradients.
+`conformance.adapters.impl` runs uniform micro-batches one by one and adds up gradients itself.
+Here the engine does all of that, on every parallel layout: Megatron's schedule, data parallelism
+and finalising of gradients.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
+from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from impl.pack import jagged
@@ -19,74 +23,139 @@ from impl.plan import GroupPlan, MicroBatchPlan
 from impl.plan import Plan as StepPlan
 from impl.schedule import split_samples
 
-from ..protocol import MicroBatch, Outputs, Plan, RankContext, Task
-from . import impl
-from .impl_translate import gpt_config, pack_seen, poisoned
+from ..protocol import MicroBatch, Outputs, Plan, RankContext, Schedule, Task, Unsupported
+from .impl_translate import (
+    PRELOAD,
+    WATCH,
+    check_probe,
+    gpt_config,
+    jagged_batch,
+    pack_seen,
+    poisoned,
+    versions,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from impl.state import ParallelState
     from impl.thd import PackedRow
 
+__all__ = [
+    "NAME",
+    "PRELOAD",
+    "SUPPORTS",
+    "WATCH",
+    "open_rank",
+    "parallel_state",
+    "versions",
+]
+
 NAME = "impl_engine"
-PRELOAD = (*impl.PRELOAD, "impl.engine")
-WATCH = impl.WATCH
-versions = impl.versions
+SUPPORTS = ("mixed", "schedulers", "parallel")
 
 
 class Rank:
     """One rank: Megatron's model-parallel state lives as long as it does, an engine for a task."""
 
     def __init__(self, context: RankContext) -> None:
-        from impl.config import DynamicCPConfig
-        from impl.state import open_parallel_state
-
         self.resources = ExitStack()
-        config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=1)  # plans come with the tasks
-        timeout = timedelta(seconds=context.timeout_s)
-        self.state = self.resources.enter_context(open_parallel_state(config, timeout=timeout))
+        self.state = self.resources.enter_context(parallel_state(context))
 
     def close(self) -> None:
         self.resources.close()
 
     def run(self, task: Task) -> tuple[Outputs, ...]:
-        plans = [step_plan(task, plan, self.state.groups.world_size) for plan in task.passes]
-        run = _EngineRun(task, self.state)
-        return tuple(run.one_pass(plan) for plan in plans)
+        return run(task, self.state)
 
 
 def open_rank(context: RankContext) -> Rank:
     return Rank(context)
 
 
-def step_plan(task: Task, plan: Plan, world_size: int) -> StepPlan:
-    """The micro-batches that the suite asks for as one step, before any collective.
+@contextmanager
+def parallel_state(context: RankContext) -> Iterator[ParallelState]:
+    """The layout of a rank; settings of dynamic CP come with the tasks.
 
     Raises:
-        ValueError: a micro-batch without samples, or a CP size that cannot be had.
+        Unsupported: this Megatron lacks something.
     """
+    from impl.config import DynamicCPConfig
+    from impl.megatron.probe import UnsupportedMegatron
+    from impl.parallel import ParallelLayout
+    from impl.state import open_parallel_state
+
+    config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=1)
+    layout = ParallelLayout(**asdict(context.parallel))
+    timeout = timedelta(seconds=context.timeout_s)
+    with ExitStack() as resources:
+        try:
+            state = resources.enter_context(open_parallel_state(config, layout, timeout=timeout))
+        except UnsupportedMegatron as error:
+            raise Unsupported(str(error)) from error
+        yield state
+
+
+def run(task: Task, state: ParallelState) -> tuple[Outputs, ...]:
+    """Every pass of a task on one engine."""
+    plans = [step_plan(task, step, state) for step in task.passes]  # refuses before a collective
+    engine = _EngineRun(task, state)
+    return tuple(map(engine.one_pass, plans))
+
+
+def step_plan(task: Task, step: Plan | Schedule, state: ParallelState) -> StepPlan:
+    """The plan of a pass, before any collective.
+
+    Raises:
+        ValueError: a micro-batch without samples, a CP size that cannot be had, or a sample that
+            does not fit.
+        Unsupported: the installed Megatron cannot plan it.
+    """
+    if isinstance(step, Schedule):
+        return _scheduled(task, step, state)
     return StepPlan(
-        world_size=world_size,
+        world_size=state.groups.world_size,
         seqlens=task.batch.seqlens,
-        micro_batches=tuple(_micro_batch(task, each, world_size) for each in plan),
-        scheduler="uniform",
+        micro_batches=tuple(_micro_batch(task, each, state) for each in step),
+        scheduler="by hand",
         barriered=True,
     )
 
 
-def _micro_batch(task: Task, micro_batch: MicroBatch, world_size: int) -> MicroBatchPlan:
-    seqlens, size = [task.batch.seqlens[one] for one in micro_batch.samples], micro_batch.cp_size
-    places = split_samples(seqlens, world_size=world_size, cp_size=size)
+def _scheduled(task: Task, step: Schedule, state: ParallelState) -> StepPlan:
+    from impl.config import DynamicCPConfig
+    from impl.megatron.probe import UnsupportedMegatron
+
+    config = DynamicCPConfig(**asdict(step))
+    try:
+        return replace(state, config=config).plan(task.batch.seqlens)
+    except UnsupportedMegatron as error:
+        raise Unsupported(str(error)) from error
+
+
+def _micro_batch(task: Task, micro_batch: MicroBatch, state: ParallelState) -> MicroBatchPlan:
+    seqlens = [task.batch.seqlens[one] for one in micro_batch.samples]
+    sizes, world_size = micro_batch.cp_sizes, state.groups.world_size
+    if len(set(sizes)) == 1:
+        held = split_samples(seqlens, world_size=world_size, cp_size=sizes[0])
+    else:
+        held = _deal(seqlens, sizes)
+    blocks = starmap(range, pairwise(accumulate(sizes, initial=0)))
     return MicroBatchPlan(
         tuple(
-            GroupPlan(
-                ranks=tuple(range(group * size, (group + 1) * size)),
-                samples=tuple(micro_batch.samples[place] for place in mine),
-            )
-            for group, mine in enumerate(places)
+            GroupPlan(tuple(block), tuple(micro_batch.samples[each] for each in mine))
+            for block, mine in zip(blocks, held, strict=True)
         )
     )
+
+
+def _deal(seqlens: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Long samples first, each to the group with the fewest tokens a rank."""
+    held: list[list[int]] = [[] for _ in sizes]
+    tokens = [0] * len(sizes)
+    for sample in sorted(range(len(seqlens)), key=lambda sample: -seqlens[sample]):
+        group = min(range(len(sizes)), key=lambda each: (tokens[each] / sizes[each], each))
+        held[group].append(sample)
+        tokens[group] += seqlens[sample]
+    return [sorted(group) for group in held]
 
 
 class _EngineRun:
@@ -97,19 +166,16 @@ class _EngineRun:
         from impl.loss import prediction_weights
 
         seqlens = task.batch.seqlens
-        self.task = task
+        self.task, self.tp_size = task, state.layout.tp_size
         self.packed: list[PackedRow] = []
         self.engine = Engine(state, model=gpt_config(task), weights=task.weights)
-        self.engine.chunks[0].module.register_forward_hook(self.poison_padding, with_kwargs=True)
+        last = self.engine.chunks[-1].module
+        if last.post_process:
+            last.register_forward_hook(self.poison_padding, with_kwargs=True)
         mask = jagged(torch.cat(task.batch.loss_mask), seqlens)
-        values = {
-            "input_ids": torch.cat(task.batch.input_ids),
-            "weights": prediction_weights(mask, aggregation=task.loss.aggregation),
-            "temperature": torch.tensor(
-                task.batch.temperature, dtype=torch.float64
-            ).repeat_interleave(torch.tensor(seqlens)),
-        }
-        self.batch = {name: jagged(value, seqlens) for name, value in values.items()}
+        weights = prediction_weights(mask, aggregation=task.loss.aggregation)
+        everything = range(len(seqlens))
+        self.batch = {**jagged_batch(task.batch, everything), "weights": jagged(weights, seqlens)}
 
     def one_pass(self, plan: StepPlan) -> Outputs:
         self.packed.clear()
@@ -117,20 +183,23 @@ class _EngineRun:
         result = self.engine.forward_backward_batch(
             self.batch,
             self.loss,
-            logits_processor=with_logits,
+            logits_processor=partial(with_logits, self.tp_size),
             plan=plan,
-            fill={"input_ids": fill.token_id, "temperature": fill.side_value},
+            fill={
+                "input_ids": fill.token_id,
+                "temperature": fill.side_value,
+                "probe": fill.side_value,
+            },
             on_pack=self.packed.append,
         )
-        groups = plan.for_rank(dist.get_rank())
+        mine = plan.for_rank(self.engine.groups.dp_cp_rank)
+        samples = [group.samples for group in mine] + [()] * (len(self.packed) - len(mine))
+        outputs = {name: one.unbind() for name, one in result.outputs.items() if name != "probe"}
         return Outputs(
-            **{name: output.unbind() for name, output in result.outputs.items()},
+            **{"logits": (), "logprobs": (), "entropy": (), **outputs},
             loss=result.loss,
             gradients=self.engine.gradients(),
-            packs=tuple(
-                pack_seen(group.samples, packed)
-                for group, packed in zip(groups, self.packed, strict=True)
-            ),
+            packs=tuple(map(pack_seen, samples, self.packed)),
         )
 
     def loss(
@@ -138,10 +207,10 @@ class _EngineRun:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         from impl.loss import weighted_sum
 
-        entropy = self.task.loss.entropy_coeff * outputs["entropy"].values()
-        return weighted_sum(
-            -outputs["logprobs"].values() - entropy, inputs["weights"].values()
-        ), {}
+        check_probe(outputs["probe"], inputs)
+        values = -outputs["logprobs"].values()
+        values = values - self.task.loss.entropy_coeff * outputs["entropy"].values()
+        return weighted_sum(values, inputs["weights"].values()), {}
 
     def poison_padding(
         self, model: object, inputs: object, keywords: Mapping[str, Any], logits: Tensor
@@ -151,8 +220,25 @@ class _EngineRun:
 
 
 def with_logits(
-    logits: Tensor, labels: Tensor, temperature: Tensor, weights: Tensor
+    tp_size: int,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    weights: Tensor,
+    probe: Tensor,
 ) -> dict[str, Tensor]:
+    """What the suite looks at; logits are of the whole vocabulary, whoever holds which part."""
+    from impl.collectives import all_gather
     from impl.logprobs import logprobs_and_entropy
+    from impl.megatron import training
+    from impl.vocab_parallel import vocab_parallel_logprobs_and_entropy
 
-    return {"logits": logits, **logprobs_and_entropy(logits, labels, temperature=temperature)}
+    if tp_size == 1:
+        found = logprobs_and_entropy(logits, labels, temperature=temperature)
+        return {"logits": logits, "probe": probe, **found}
+    group = training.tensor_parallel_group()
+    found = vocab_parallel_logprobs_and_entropy(
+        logits, labels, temperature=temperature, tp_group=group
+    )
+    whole = all_gather(logits.detach().t(), group).t()
+    return {"logits": whole, "probe": probe, **found}

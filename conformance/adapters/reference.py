@@ -5,8 +5,10 @@ As an implementation every rank computes the whole batch by itself, so it must p
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,16 +20,19 @@ from ..protocol import (
     Batch,
     IndexImplementation,
     Loss,
+    MicroBatch,
     ModelSpec,
     Outputs,
     Pack,
     Padding,
     Plan,
     RankContext,
+    Schedule,
     Task,
 )
 
 NAME = "reference"
+SUPPORTS = ("mixed", "schedulers", "parallel")
 NO_LABEL = -100
 
 
@@ -122,9 +127,10 @@ class Oracle:
         cp_ranks: Sequence[int],
         cp_rank: int,
         padding: Padding,
+        tp_size: int = 1,
     ) -> Pack:
         sequences = [batch.input_ids[sample] for sample in samples]
-        layout = {"cp_size": len(cp_ranks), "cp_rank": cp_rank}
+        layout = {"cp_size": len(cp_ranks), "cp_rank": cp_rank, "tp_size": tp_size}
         seqlens = [len(sequence) for sequence in sequences]
         labels = [zigzag.next_token_labels(sequence, NO_LABEL) for sequence in sequences]
         return Pack(
@@ -133,7 +139,7 @@ class Oracle:
             tokens=zigzag.packed_tokens(sequences, **layout, pad_value=padding.token_id),
             position_ids=zigzag.packed_positions(seqlens, **layout),
             labels=zigzag.packed_tokens(labels, **layout, pad_value=NO_LABEL),
-            cu_seqlens_padded=_boundaries(seqlens, len(cp_ranks), 1),
+            cu_seqlens_padded=_boundaries(seqlens, len(cp_ranks), tp_size),
         )
 
 
@@ -147,46 +153,57 @@ class Rank:
         self.context = context
 
     def run(self, task: Task) -> tuple[Outputs, ...]:
-        for plan in task.passes:
-            for micro_batch in plan:
-                _check_cp_size(micro_batch.cp_size, self.context.world_size)
-                seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
-                groups.split(
-                    seqlens, world_size=self.context.world_size, cp_size=micro_batch.cp_size
-                )
-        return tuple(self.one_pass(task, plan) for plan in task.passes)
-
-    def one_pass(self, task: Task, plan: Plan) -> Outputs:
-        outputs = oracle.evaluate(task.model, task.weights, task.batch, task.loss)
-        return Outputs(**{**vars(outputs), "packs": tuple(self.packs(task, plan))})
-
-    def packs(self, task: Task, plan: Plan) -> list[Pack]:
-        packs = []
-        for micro_batch in plan:
-            cp_size = micro_batch.cp_size
-            group, cp_rank = divmod(self.context.rank, cp_size)
-            seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
-            split = groups.split(seqlens, world_size=self.context.world_size, cp_size=cp_size)
-            samples = [micro_batch.samples[place] for place in split[group]]
-            members = range(group * cp_size, (group + 1) * cp_size)
-            pack = self.pack if samples else self.pack_of_padding
-            packs.append(pack(task, samples, members, cp_rank))
-        return packs
-
-    def pack(self, task: Task, samples: Sequence[int], members: range, cp_rank: int) -> Pack:
-        return oracle.pack(
-            task.batch, samples, cp_ranks=members, cp_rank=cp_rank, padding=task.padding
+        (self.line,) = (
+            line
+            for line in task.parallel.dp_cp_ranks(self.context.world_size)
+            if self.context.rank in line
         )
+        plans = [self.plan(task, step) for step in task.passes]
+        split = [[self.split(task, each) for each in plan] for plan in plans]  # may refuse
+        return tuple(self.one_pass(task, *each) for each in zip(plans, split, strict=True))
 
-    def pack_of_padding(
-        self, task: Task, samples: Sequence[int], members: range, cp_rank: int
-    ) -> Pack:
-        """What a group without samples runs: one sequence of the smallest size, all padding."""
-        bounds = _boundaries([1], len(members), 1)
-        rows = torch.arange(int(bounds[-1]) // len(members))
-        tokens = torch.full_like(rows, task.padding.token_id)
-        labels = torch.full_like(rows, NO_LABEL)
-        return Pack((), tuple(members), tokens, rows, labels, bounds)
+    def plan(self, task: Task, step: Plan | Schedule) -> Plan:
+        """A step of its own: every sample by itself, on all ranks."""
+        if not isinstance(step, Schedule):
+            return step
+        everyone = (len(self.line),)
+        return tuple(MicroBatch((sample,), everyone) for sample in range(len(task.batch.seqlens)))
+
+    def split(self, task: Task, micro_batch: MicroBatch) -> list[list[int]]:
+        """Per group, places among the samples of the micro-batch."""
+        seqlens = [task.batch.seqlens[sample] for sample in micro_batch.samples]
+        sizes, world_size = micro_batch.cp_sizes, len(self.line)
+        if len(set(sizes)) == 1:
+            _check_cp_size(sizes[0], world_size)
+            return groups.split(seqlens, world_size=world_size, cp_size=sizes[0])
+        places: list[list[int]] = [[] for _ in sizes]
+        for place in range(len(seqlens)):
+            places[place % len(sizes)].append(place)
+        return places
+
+    def one_pass(self, task: Task, plan: Plan, split: list[list[list[int]]]) -> Outputs:
+        outputs = oracle.evaluate(task.model, task.weights, task.batch, task.loss)
+        packs = (self.pack(task, *each) for each in zip(plan, split, strict=True))
+        return Outputs(**{**vars(outputs), "packs": tuple(packs)})
+
+    def pack(self, task: Task, micro_batch: MicroBatch, split: list[list[int]]) -> Pack:
+        """What this rank would hand to a model."""
+        place = self.line.index(self.context.rank)
+        starts = list(accumulate(micro_batch.cp_sizes, initial=0))
+        group = bisect_right(starts, place) - 1
+        members = self.line[starts[group] : starts[group + 1]]
+        tp_size = task.parallel.tp_size if task.parallel.sequence_parallel else 1
+        samples = [micro_batch.samples[each] for each in split[group]]
+        if not samples:
+            return _pack_of_padding(members, task.padding.token_id, tp_size)
+        return oracle.pack(
+            task.batch,
+            samples,
+            cp_ranks=members,
+            cp_rank=place - starts[group],
+            padding=task.padding,
+            tp_size=tp_size,
+        )
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -194,6 +211,14 @@ class Rank:
 
 def open_rank(context: RankContext) -> Rank:
     return Rank(context)
+
+
+def _pack_of_padding(members: Sequence[int], token_id: int, tp_size: int) -> Pack:
+    """What a group without samples runs: one sequence of the smallest size, all padding."""
+    bounds = _boundaries([1], len(members), tp_size)
+    rows = torch.arange(int(bounds[-1]) // len(members))
+    tokens = torch.full_like(rows, token_id)
+    return Pack((), tuple(members), tokens, rows, torch.full_like(rows, NO_LABEL), bounds)
 
 
 def _check_cp_size(cp_size: int, world_size: int) -> None:

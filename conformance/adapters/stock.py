@@ -5,12 +5,14 @@ The packs, the loss and the merge are ours; what runs between them is Megatron's
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..protocol import RankContext, Unsupported
 from . import impl
 
 if TYPE_CHECKING:
+    from impl.groups import CPGroups
     from impl.thd import PackedRow
 
 NAME = "stock"
@@ -26,7 +28,8 @@ class Rank(impl.Rank):
 
     binds = False
 
-    def enter_megatron(self, context: RankContext) -> None:
+    def enter(self, context: RankContext) -> CPGroups:
+        from impl.groups import create_cp_groups, destroy_cp_groups
         from impl.megatron.parallel import model_parallel
         from impl.megatron.probe import features
 
@@ -35,8 +38,13 @@ class Rank(impl.Rank):
                 f"megatron-core {features().version} has no dynamic CP of its own; "
                 "0.16.0 and later have"
             )
+        groups = create_cp_groups(
+            [range(context.world_size)], timeout=timedelta(seconds=context.timeout_s)
+        )
+        self.resources.callback(destroy_cp_groups, groups)
         # with one rank there is nothing to cut, and Megatron refuses the keyword
         self.resources.enter_context(model_parallel(megatron_groups=context.world_size > 1))
+        return groups
 
     def spell(self, packed: PackedRow) -> None:
         """A group and its size, or no group and size 1: how Megatron's own schedule says it."""

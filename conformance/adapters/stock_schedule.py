@@ -62,10 +62,10 @@ class Rank:
     def run(self, task: Task) -> tuple[Outputs, ...]:
         from impl.megatron.cpu import cpu_training_mode
 
-        steps = [[id_groups(task, micro_batch) for micro_batch in plan] for plan in task.passes]
+        steps = [[id_groups(task, micro_batch) for micro_batch in plan] for plan in task.plans]
         with cpu_training_mode():
             run = _ModelRun(task)
-            return tuple(run.one_pass(*each) for each in zip(task.passes, steps, strict=True))
+            return tuple(run.one_pass(*each) for each in zip(task.plans, steps, strict=True))
 
 
 def open_rank(context: RankContext) -> Rank:

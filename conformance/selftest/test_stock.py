@@ -19,4 +19,4 @@ def test_stock_is_unsupported_where_megatron_has_no_dynamic_cp(
     rank = object.__new__(stock.Rank)
 
     with pytest.raises(Unsupported, match=r"megatron-core 0\.15\.3 has no dynamic CP of its own"):
-        rank.enter_megatron(RankContext(rank=0, world_size=1, timeout_s=1.0, options={}))
+        rank.enter(RankContext(rank=0, world_size=1, timeout_s=1.0, options={}))
