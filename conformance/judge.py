@@ -55,7 +55,8 @@ def _judge_pass(
         reason = "packs are not shown, so what was planned cannot be seen"
         findings.append(Finding("layout", float("inf"), 0.0, reason=reason))
     holders = _Holders(outputs)
-    last = outputs[-1]  # of the last pipeline stage, if there are several
+    stages = task.parallel.pp_size
+    last = outputs[len(outputs) // stages * (stages - 1)]  # the first rank of the last stage
     gradients: dict[str, Tensor] = {}
     for output in outputs:  # a stage has those of its own layers
         gradients = {**output.gradients, **gradients}
@@ -66,7 +67,7 @@ def _judge_pass(
         check_tokens("entropy", last.entropy, truth.entropy, holders),
         check_loss(last.loss, truth.loss),
         check_gradients(gradients, truth.gradients),
-        check_merge(outputs, num_stages=task.parallel.pp_size),
+        check_merge(outputs, num_stages=stages),
     ]
 
 

@@ -35,6 +35,7 @@ WATCH = (
     "impl.schedule",
     "impl.split",
     "impl.thd",
+    "impl.validate",
     "conformance.adapters.impl.Rank",
     "conformance.adapters.impl._ModelRun",
 )

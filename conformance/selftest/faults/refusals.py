@@ -19,6 +19,7 @@ from .fault import fault, wrap
 def empty_sequence_accepted(patch: MonkeyPatch) -> None:
     """A sequence without tokens runs like any other."""
     patch.setattr("impl.schedule.check_seqlens", lambda seqlens: None)
+    patch.setattr("impl.validate.check_seqlens", lambda seqlens: None)
 
 
 @fault(
@@ -29,6 +30,10 @@ def empty_sequence_accepted(patch: MonkeyPatch) -> None:
 def falls_back_to_another_size(patch: MonkeyPatch) -> None:
     """A CP size without groups is answered with one that has some, and nobody is told."""
     wrap(patch, "impl.planner.choose_local_cp_size", _any_size)
+    patch.setattr("impl.planner.validate", _nothing)
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _any_size(original: Any, seqlens: Any, *, world_size: int, **limits: Any) -> Any:
@@ -43,6 +48,7 @@ def _any_size(original: Any, seqlens: Any, *, world_size: int, **limits: Any) ->
 def size_without_groups_is_a_key_error(patch: MonkeyPatch) -> None:
     """The table of groups is asked before anybody checks the size."""
     wrap(patch, "impl.planner.choose_local_cp_size", _asked_size)
+    patch.setattr("impl.planner.validate", _nothing)
     patch.setattr("impl.schedule.check_cp_size", lambda cp_size, world_size: None)
     wrap(
         patch,
