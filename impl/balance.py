@@ -13,6 +13,7 @@ About N log N for N samples; the same lengths give the same plan everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -22,8 +23,13 @@ from .packing import Pack, Samples, pack_samples, weigh_samples
 from .plan import GroupPlan, MicroBatchPlan, Plan
 from .tiling import Placed, free_ranks, place, run_freely, spread, step_time, tile
 
-LIMITS = (1.2, 1.0, 1.4, 5.0, 1.1, 0.85, 1.7, 0.7, 0.5, 2.2)
+LIMITS = (1.05, 0.9, 1.3, 0.7, 0.4)
 """Times of a pack that are tried, likely ones first, over that at which ranks are just full."""
+
+LIMITS_OF_FEW = (inf, 3.2, 1.2, 5.0)
+"""Tried as well with fewer than `FEW` samples a rank, of which one can take longer than that."""
+
+FEW = 4
 
 GOOD_ENOUGH = 1.04
 """No further limit is tried once a plan is that close to perfect balance without communication."""
@@ -63,8 +69,9 @@ def _quickest(samples: Samples, *, barriered: bool) -> list[Placed]:
     tokens, side_by_side = samples.tokens[0], samples.world_size / samples.sizes[0]
     packs = max(tokens.sum() / samples.capacity[0, 0], len(tokens) / samples.max_samples)
     full = perfect / max(1.0, packs / side_by_side)
+    few = len(tokens) < FEW * samples.world_size
     tried: list[tuple[tuple[float, float], list[Placed]]] = []
-    for limit in LIMITS:
+    for limit in LIMITS + LIMITS_OF_FEW if few else LIMITS:
         plan = _arrange(pack_samples(samples, limit=limit * full), samples, barriered=barriered)
         tried.append((_score(plan, samples, barriered=barriered), plan))
         if tried[-1][0][0] <= GOOD_ENOUGH * perfect:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class DynamicCPConfig(PackRules):
                 f"{self.scheduler!r} sizes its micro-batches itself, so leave it out"
             )
 
-    @property
+    @cached_property
     def rules(self) -> PackRules:
         """What is asked of packs, for whatever packs, unpacks or counts rows."""
         return PackRules(**{field.name: getattr(self, field.name) for field in fields(PackRules)})

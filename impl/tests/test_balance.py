@@ -41,7 +41,6 @@ def test_long_sample_takes_all_ranks_and_short_ones_mixed_groups(seqlens, cap, b
         ((7,), 16, 4, [[4]]),
         ((7,), 16, 6, [[6]]),
         ((4096, 2048), 1024, 6, [[4, 2]]),  # needs 4 of 6
-        ((512, 44), 1024, 10, [[10]]),
         ((10240,), 1024, 10, [[10]]),
         ((64,) * 4, 16, 4, [[4]] * 4),
         ((100,) * 7 + (3000,), 1024, 4, [[4]]),
@@ -52,6 +51,22 @@ def test_batches_that_other_schedulers_break_on(
 ) -> None:
     plan = plan_of(seqlens, cap=cap, world_size=world_size, barriered=barriered)
     assert [[group.cp_size for group in one.groups] for one in plan.micro_batches] == sizes
+
+
+@pytest.mark.parametrize("barriered", [True, False])
+@pytest.mark.parametrize(
+    ("seqlens", "world_size"),
+    [
+        ((512, 44), 10),
+        ((30000, 800, 900, 1200), 256),
+        ((900, 40, 30, 20), 16),
+        ((8192, 10, 10, 10, 10, 10), 64),
+    ],
+)
+def test_few_samples_share_all_ranks_at_once(seqlens, world_size, barriered) -> None:
+    plan = plan_of(seqlens, cap=8192, world_size=world_size, barriered=barriered)
+    assert len(plan.micro_batches) == 1
+    assert all(plan.for_rank(rank) for rank in range(world_size))
 
 
 @pytest.mark.parametrize(

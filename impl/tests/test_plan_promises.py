@@ -40,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 
 def drawing(examples: int) -> settings:
     return settings(
-        max_examples=50 * examples if DEEP else examples,
+        max_examples=20 * examples if DEEP else examples,
         derandomize=not DEEP,
         deadline=None,
         suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
