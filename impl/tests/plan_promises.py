@@ -50,13 +50,16 @@ def steps(draw: Any, scheduler: str, *, worlds: Any = WORLDS) -> Step:
     """Batches that the scheduler can plan, a few long samples among short ones."""
     world_size, tp_size = draw(worlds), draw(st.sampled_from([1, 2, 3]))
     every = _sizes(scheduler, world_size)
-    lowest, highest = 1, None
+    lowest, highest, dynamic = 1, None, True
     if scheduler != "megatron" and draw(st.booleans()):
         narrowest = draw(st.sampled_from([size for size in every if world_size % size == 0]))
         below = max((size for size in every if size < narrowest), default=0)
-        lowest = draw(st.integers(below + 1, narrowest))
+        dynamic = draw(st.booleans())
+        lowest = draw(st.integers(below + 1, narrowest)) if dynamic else narrowest
         highest = draw(st.none() | st.integers(narrowest, world_size))
-    sizes = [size for size in every if lowest <= size <= (highest or size)]
+    sizes = (
+        [size for size in every if lowest <= size <= (highest or size)] if dynamic else [lowest]
+    )
 
     layout = draw(st.sampled_from(["zigzag", "contiguous"]))
     sequence_multiple = draw(st.sampled_from([1, 1, 2, 3]))
@@ -84,6 +87,7 @@ def steps(draw: Any, scheduler: str, *, worlds: Any = WORLDS) -> Step:
         micro_batch_samples = draw(st.none() | st.integers(1, 8))
     config = DynamicCPConfig(
         max_seqlen_per_dp_cp_rank=cap,
+        dynamic_context_parallel=dynamic,
         scheduler=scheduler,
         micro_batch_samples=micro_batch_samples,
         min_cp_size=lowest,
@@ -148,13 +152,15 @@ def keeps_packs_to_the_limits(step: Step, plan: Plan) -> None:
 
 
 def uses_blocks_within_bounds(step: Step, plan: Plan) -> None:
-    highest = step.config.max_cp_size or step.world_size
+    lowest, highest = step.config.min_cp_size, step.config.max_cp_size or step.world_size
+    if not step.config.dynamic_context_parallel:
+        highest = lowest
     for group in groups_of(plan):
         first, size = group.ranks[0], len(group.ranks)
         assert group.ranks == tuple(range(first, first + size))
         assert group.ranks[-1] < step.world_size
         assert size == step.world_size or (size.bit_count() == 1 and first % size == 0)
-        assert step.config.min_cp_size <= size <= highest
+        assert lowest <= size <= highest
 
 
 def shares_no_rank_in_a_micro_batch(step: Step, plan: Plan) -> None:
@@ -172,7 +178,11 @@ def has_one_cp_size_if_uniform(step: Step, plan: Plan) -> None:
 
 def idles_only_where_nothing_fits(step: Step, plan: Plan) -> None:
     """Of balanced plans; those of the others follow rules of others."""
-    bounds = step.config.min_cp_size, step.config.max_cp_size
+    config = step.config
+    unbound = config.dynamic_context_parallel and (config.min_cp_size, config.max_cp_size) == (
+        1,
+        None,
+    )
     for micro_batch in plan.micro_batches if plan.scheduler == "balanced" else ():
         spare = [
             sample
@@ -182,7 +192,7 @@ def idles_only_where_nothing_fits(step: Step, plan: Plan) -> None:
         ]
         for idle in [group for group in micro_batch.groups if not group.samples]:
             assert plan.barriered
-            assert bounds != (1, None)
+            assert not unbound
             assert not any(_fits(step, sample, cp_size=idle.cp_size) for sample in spare)
 
 

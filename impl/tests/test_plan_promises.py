@@ -40,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 
 def drawing(examples: int) -> settings:
     return settings(
-        max_examples=20 * examples if DEEP else examples,
+        max_examples=10 * examples if DEEP else examples,
         derandomize=not DEEP,
         deadline=None,
         suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
@@ -55,7 +55,7 @@ def plan_of(step: Step, *, barriered: bool) -> Plan:
         raise
 
 
-@drawing(2000)
+@drawing(1200)
 @given(step=steps("balanced"), barriered=st.booleans())
 def test_balanced_plan_keeps_every_promise(step, barriered) -> None:
     plan = plan_of(step, barriered=barriered)
@@ -63,7 +63,7 @@ def test_balanced_plan_keeps_every_promise(step, barriered) -> None:
         keeps(step, plan)
 
 
-@drawing(800)
+@drawing(500)
 @given(step=steps("uniform"))
 def test_uniform_plan_keeps_every_promise(step) -> None:
     plan = plan_of(step, barriered=True)
@@ -83,7 +83,7 @@ def test_plan_of_megatron_keeps_every_promise(step, barriered) -> None:
 @drawing(100)
 @given(step=steps("balanced", worlds=POWERS))
 def test_free_running_ranks_of_a_power_of_two_world_all_have_a_sample(step) -> None:
-    assume(step.config.max_cp_size is None)
+    assume(step.config.dynamic_context_parallel and step.config.max_cp_size is None)
     plan = plan_of(step, barriered=False)
     assert all(plan.for_rank(rank) for rank in range(step.world_size))
 
