@@ -23,6 +23,7 @@ from .scale import MAIN_ROAD, Counts, Road, loss_factor
 from .split import common_seqlens, select_samples
 from .state import ParallelState, open_parallel_state
 from .thd import PackedRow, preprocess_thd_engine
+from .validate import check_runnable
 
 __all__ = ["Engine", "LossFn", "StepResult", "open_parallel_state"]
 
@@ -185,6 +186,7 @@ class Engine:
                 f"the plan is for lengths {list(plan.seqlens)} on {plan.world_size} ranks, the "
                 f"batch has {list(seqlens)} on {self.groups.world_size}"
             )
+        check_runnable(plan)
         if self.layout.pp_size > 1 and not plan.barriered:
             raise ValueError("the plan is not barriered, as pp_size above 1 needs it to be")
         self.groups.check_same_plan(plan.hash)
@@ -200,7 +202,10 @@ class Engine:
             groups.append(GroupPlan((me,), samples=()))  # padding only
         micro_batches = []
         for group in groups:
-            inputs = {name: select_samples(one, group.samples) for name, one in batch.items()}
+            inputs = {
+                name: select_samples(one, group.samples, plan.seqlens)
+                for name, one in batch.items()
+            }
             packed = preprocess_thd_engine(
                 inputs,
                 cp_group=self.groups.of_ranks(group.ranks),
@@ -208,6 +213,7 @@ class Engine:
                 rules=self.state.config.rules,
                 fill=fill,
                 labels_of="input_ids",
+                seqlens=tuple(plan.seqlens[sample] for sample in group.samples),
             )
             counts = self._counts(packed, plan, len(groups))
             micro_batches.append(_MicroBatch(inputs, packed, counts))

@@ -37,7 +37,12 @@ def gptmodel_forward_model_engine(
         jagged [S, L, ...] by name, differentiable; see `postprocess_thd_engine` for how.
     """
     packed = preprocess_thd_engine(
-        batch.tensors, cp_group=batch.cp_group, fill=fill, labels_of="input_ids", rules=batch.rules
+        batch.tensors,
+        cp_group=batch.cp_group,
+        rules=batch.rules,
+        fill=fill,
+        labels_of="input_ids",
+        seqlens=batch.seqlens,
     )
     if on_pack is not None:
         on_pack(packed)

@@ -58,14 +58,15 @@ class CPGroups:
         return group
 
     def check_same_plan(self, plan_hash: int) -> None:
-        """Compare a plan hash over all ranks.
+        """Compare a plan hash over all ranks of the default group.
+
+        Those of other TP and PP places run the same plan: with another they would wait for ever.
 
         Raises:
             PlanMismatch: on every rank, naming the first rank that differs from rank 0.
         """
-        mine = torch.tensor([plan_hash])
-        hashes = torch.empty(self.world_size, dtype=torch.int64)
-        dist.all_gather_into_tensor(hashes, mine, group=self.dp_cp_group)
+        hashes = torch.empty(dist.get_world_size(), dtype=torch.int64)
+        dist.all_gather_into_tensor(hashes, torch.tensor([plan_hash]))
         for rank, other in enumerate(hashes.tolist()):
             if other != hashes[0]:
                 raise PlanMismatch(

@@ -122,8 +122,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
     What weighs nothing is left out rather than multiplied by zero: NaN there does no harm.
     """
-    valid = (weights != 0).nonzero().squeeze(-1)
-    return (values.index_select(0, valid) * weights.index_select(0, valid)).sum()
+    return (torch.where(weights != 0, values, 0) * weights).sum()
 
 
 def _valid_predictions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import DynamicCPConfig
 from .groups import CPGroups
-from .pack import jagged, offsets_of, seqlens_of
+from .pack import jagged, offsets_of
 from .plan import Plan
 from .planner import make_plan
 from .rules import DEFAULT_RULES, PackRules
@@ -65,7 +65,9 @@ def dynamic_cp_split_batch(
     plan = make_plan(seqlens, config=whole, world_size=groups.world_size)
     (mine,) = plan.for_rank(groups.dp_cp_rank)
     return SubBatch(
-        tensors={name: select_samples(tensor, mine.samples) for name, tensor in batch.items()},
+        tensors={
+            name: select_samples(tensor, mine.samples, seqlens) for name, tensor in batch.items()
+        },
         seqlens=tuple(seqlens[sample] for sample in mine.samples),
         local_cp_size=mine.cp_size,
         cp_group=groups.of_ranks(mine.ranks),
@@ -75,22 +77,29 @@ def dynamic_cp_split_batch(
 
 
 def common_seqlens(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Lengths of a batch of jagged tensors, which must be equal in all of them."""
+    """Lengths of a batch of jagged tensors, which must be equal in all of them.
+
+    They come to the host here, all at once.
+    """
     if not batch:
         raise ValueError("the batch holds no tensors")
-    (first, tensor), *others = batch.items()
-    seqlens = seqlens_of(tensor)
-    for name, other in others:
-        if seqlens_of(other) != seqlens:
+    offsets = [offsets_of(tensor) for tensor in batch.values()]
+    if len({len(one) for one in offsets}) == 1:
+        first, *others = torch.stack(offsets).diff().tolist()
+    else:
+        first, *others = (one.diff().tolist() for one in offsets)
+    for name, other in zip(list(batch)[1:], others, strict=True):
+        if other != first:
             raise ValueError(
-                f"{name} has lengths {list(seqlens_of(other))}, {first} has {list(seqlens)}; "
+                f"{name} has lengths {other}, {next(iter(batch))} has {first}; "
                 "all tensors of a batch need the same"
             )
-    return seqlens
+    return tuple(first)
 
 
-def select_samples(tensor: Tensor, samples: Sequence[int]) -> Tensor:
-    """Some sequences of a jagged tensor."""
-    values, offsets = tensor.values(), offsets_of(tensor).tolist()
-    parts = [values[offsets[index] : offsets[index + 1]] for index in samples]
-    return jagged(torch.cat([values[:0], *parts]), tuple(len(part) for part in parts))
+def select_samples(tensor: Tensor, samples: Sequence[int], seqlens: Sequence[int]) -> Tensor:
+    """Some sequences of a jagged tensor with these lengths."""
+    values = tensor.values()
+    parts = values.split(list(seqlens))
+    chosen = [parts[sample] for sample in samples]
+    return jagged(torch.cat([values[:0], *chosen]), tuple(map(len, chosen)))

@@ -48,6 +48,7 @@ def preprocess_thd_engine(
     cu_seqlens: str = "padded",
     fill: Mapping[str, float] | None = None,
     labels_of: str | None = None,
+    seqlens: tuple[int, ...] | None = None,
 ) -> PackedRow:
     """Pack jagged tensors for this CP rank, each sequence cut by itself.
 
@@ -60,11 +61,13 @@ def preprocess_thd_engine(
         fill: by name, what padded rows hold; 0 where not named.
         labels_of: name of the ids whose next tokens are packed as "labels", shifted inside each
             sequence before the split, `NO_LABEL` where there is none.
+        seqlens: their lengths, where they are on the host already.
     Raises:
         ValueError: what `rules` ask for cannot be had, or more than this Megatron knows.
     """
     values = {name: tensor.values() for name, tensor in tensors.items()}
-    seqlens = seqlens_of(next(iter(tensors.values())))
+    if seqlens is None:
+        seqlens = seqlens_of(next(iter(tensors.values())))
     fill = {**(fill or {}), "labels": NO_LABEL}
     if labels_of is not None:
         values["labels"] = next_token_labels(values[labels_of], seqlens, fill=NO_LABEL)

@@ -25,9 +25,7 @@ def validate(plan: Plan, *, config: DynamicCPConfig, tp_size: int = 1) -> None:
     Raises:
         ValueError: the first thing that is wrong.
     """
-    check_seqlens(plan.seqlens)
-    _check_samples(plan)
-    _check_groups(plan)
+    check_runnable(plan)
     _check_cp_sizes(plan, config)
     for place, _, group in _places(plan):
         try:
@@ -36,6 +34,17 @@ def validate(plan: Plan, *, config: DynamicCPConfig, tp_size: int = 1) -> None:
             raise ValueError(f"{place}: {error}") from error
     if plan.scheduler not in LOOSE_SCHEDULERS:
         _check_idle(plan, config, tp_size)
+
+
+def check_runnable(plan: Plan) -> None:
+    """Check what every plan must keep to, whoever made it: samples, groups and barriers.
+
+    Raises:
+        ValueError: the first thing that is wrong.
+    """
+    check_seqlens(plan.seqlens)
+    _check_samples(plan)
+    _check_groups(plan)
 
 
 def _places(plan: Plan) -> list[tuple[str, int, GroupPlan]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,21 +16,21 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from impl.config import DynamicCPConfig
 from impl.engine import Engine
+from impl.groups import PlanMismatch
 from impl.logprobs import logprobs_and_entropy
 from impl.loss import prediction_weights, weighted_sum
-from impl.megatron import training
 from impl.megatron.model import GPTConfig
 from impl.pack import jagged
 from impl.parallel import ParallelLayout
 from impl.plan import GroupPlan, MicroBatchPlan, Plan
 from impl.scale import MAIN_ROAD, Road
-from impl.state import ParallelState, open_parallel_state
-from impl.vocab_parallel import vocab_parallel_logprobs_and_entropy
+from impl.state import open_parallel_state
+from impl.thd import PackedRow
 from reference.config import ModelConfig, weight_shapes
 
 ENTROPY_COEFF = 0.3
 DP_ONLY = ParallelLayout()
-ADAM = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.0, "clip_grad": 0.5}
+TOP_K = 3
 LIMIT = timedelta(seconds=60)
 CONFIG = DynamicCPConfig(max_seqlen_per_dp_cp_rank=24, scheduler="balanced")
 
@@ -67,25 +67,22 @@ class Case:
     """A step: batch, how it is cut, and how the model is spread."""
 
     batch: Batch
-    micro_batches: tuple[Groups, ...]
+    micro_batches: tuple[Groups, ...] | None  # if None, the engine plans by itself
+    num_dp_cp_ranks: int = 4
+    barriered: bool = True
     layout: ParallelLayout = DP_ONLY
     model: Mapping[str, Any] = field(default_factory=dict)
     road: Road = MAIN_ROAD
     aggregation: str = "token-mean"
-    adam: bool = False  # go on to one step of Adam
-
-    @property
-    def num_dp_cp_ranks(self) -> int:
-        return (
-            max(rank for groups in self.micro_batches for ranks, _ in groups for rank in ranks) + 1
-        )
 
     @property
     def world_size(self) -> int:
         return self.layout.model_size * self.num_dp_cp_ranks
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | None:
+        if self.micro_batches is None:
+            return None
         return Plan(
             world_size=self.num_dp_cp_ranks,
             seqlens=self.batch.seqlens,
@@ -94,7 +91,7 @@ class Case:
                 for groups in self.micro_batches
             ),
             scheduler="by hand",
-            barriered=True,
+            barriered=self.barriered,
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -121,42 +118,56 @@ def run_rank(rank: int, folder: str, cases: Mapping[str, Case]) -> None:
 
 def _run(case: Case) -> dict[str, Any]:
     with open_parallel_state(CONFIG, case.layout, timeout=LIMIT) as state:
-        return _step(case, state)
+        engine = Engine(
+            state, model=GPTConfig(**case.model), weights=case.weights(), road=case.road
+        )
+        values = case.batch.draw()
+        mask = jagged(values.pop("loss_mask"), case.batch.seqlens)
+        values["weights"] = prediction_weights(mask, aggregation=case.aggregation)
+        batch = {name: jagged(each, case.batch.seqlens) for name, each in values.items()}
+        step = partial(engine.forward_backward_batch, batch, _loss, plan=case.plan)
+        packs: list[PackedRow] = []
+        result = step(logits_processor=_outputs, on_pack=packs.append)
+        gradients = engine.gradients()
+        without = step(logits_processor=_outputs, forward_only=True)
+        return {
+            "loss": result.loss,
+            "loss_forward_only": without.loss,
+            "metrics": dict(result.metrics),
+            "outputs": {name: output.values() for name, output in result.outputs.items()},
+            "gradients": gradients,
+            "gradients_after_forward_only": engine.gradients(),
+            "num_packs": len(packs),
+            "refused": {name: _words(engine, batch, plan) for name, plan in _wrong(case)},
+        }
 
 
-def _step(case: Case, state: ParallelState) -> dict[str, Any]:
-    engine = Engine(
-        state,
-        model=GPTConfig(**case.model),
-        weights=case.weights(),
-        road=case.road,
-        optimizer=ADAM if case.adam else None,
-    )
-    values = case.batch.draw()
-    mask = jagged(values.pop("loss_mask"), case.batch.seqlens)
-    values["weights"] = prediction_weights(mask, aggregation=case.aggregation)
-    batch = {name: jagged(each, case.batch.seqlens) for name, each in values.items()}
-    processor = partial(_outputs, case.layout.tp_size)
-    result = engine.forward_backward_batch(
-        batch, _loss, logits_processor=processor, plan=case.plan
-    )
-    return {
-        "loss": result.loss,
-        "metrics": dict(result.metrics),
-        "outputs": {name: output.values() for name, output in result.outputs.items()},
-        "gradients": engine.gradients(),
-        "norm": engine.optimizer_step() if case.adam else None,
-    }
+def _wrong(case: Case) -> Iterator[tuple[str, Plan]]:
+    """Plans that cannot be run, by what is wrong with them."""
+    if case.plan is None:
+        return
+    micro_batches = case.plan.micro_batches
+    yield "lengths", replace(case.plan, seqlens=(*case.plan.seqlens, 3))
+    yield "sample", replace(case.plan, micro_batches=micro_batches[1:])
+    yield "unbarriered", replace(case.plan, barriered=False)
+    order = -1 if dist.get_rank() == 1 else 1
+    yield "mismatch", replace(case.plan, micro_batches=micro_batches[::order])
+
+
+def _words(engine: Engine, batch: Mapping[str, Tensor], plan: Plan) -> str:
+    try:
+        engine.forward_backward_batch(batch, _loss, plan=plan, logits_processor=_outputs)
+    except (ValueError, PlanMismatch) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
 
 
 def _outputs(
-    tp_size: int, logits: Tensor, labels: Tensor, temperature: Tensor, weights: Tensor
+    logits: Tensor, labels: Tensor, temperature: Tensor, weights: Tensor
 ) -> dict[str, Tensor]:
-    if tp_size == 1:
-        return logprobs_and_entropy(logits, labels, temperature=temperature)
-    return vocab_parallel_logprobs_and_entropy(
-        logits, labels, temperature=temperature, tp_group=training.tensor_parallel_group()
-    )
+    best = logits.topk(TOP_K)  # [tokens, k], a floating and an integer output
+    found = logprobs_and_entropy(logits, labels, temperature=temperature)
+    return {**found, "top_values": best.values, "top_ids": best.indices}
 
 
 def _loss(
