@@ -8,6 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core import optimizer, utils
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import random
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -27,8 +29,12 @@ def cpu_mode() -> Iterator[None]:
 def cpu_training_mode() -> Iterator[None]:
     """`cpu_mode`, and what schedules, gradient buffers, recomputation and optimizers ask for.
 
-    The default dtype is float64, since the divisor of per-token gradients is computed in it, and
-    `Tensor.float` leaves float64 as it is, since optimizers call it on gradients.
+    All of it is exact in float64. The default dtype is float64, in which the divisor of per-token
+    gradients is computed. Where Megatron goes down to float32 it stays float64: `Tensor.float`,
+    which the distributed optimizer calls on gradients (`_copy_model_grads_to_main_grads` in
+    optimizer/distrib_optimizer.py), and float32 scalars made on the GPU, such as the norm of the
+    gradients and its sum over ranks (`local_multi_tensor_l2_norm` in utils.py and
+    `get_grad_norm_fp32` in optimizer/clip_grads.py).
     """
     dtype = torch.get_default_dtype()
     with cpu_mode(), _CudaTensorsOnCpu(), ExitStack() as patches:
@@ -84,6 +90,15 @@ _ANSWERS: tuple[tuple[Any, str, Any], ...] = (
     (random, "_set_cuda_rng_state", _nothing),
     (random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()),  # sequence parallelism
     (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+    # Where Transformer Engine or Apex is installed, optimizer/__init__.py and clip_grads.py take
+    # their fused kernels, which have no float64 and need a GPU. These are Megatron's own way
+    # without them.
+    (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+    (optimizer, "SGD", torch.optim.SGD),
+    (clip_grads, "multi_tensor_applier", utils.local_multi_tensor_applier),
+    (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+    (clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
+    (clip_grads, "multi_tensor_scale_tensor_impl", None),  # from 0.17 on
 )
 
 
@@ -99,4 +114,6 @@ class _CudaTensorsOnCpu(TorchFunctionMode):
             return "torch.cuda.FloatTensor"  # the distributed optimizer compares names
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+            if kwargs.get("dtype") is torch.float32:  # a rank without gradients adds a zero to the
+                kwargs["dtype"] = torch.float64  # norm, in the dtype that the others have
         return func(*args, **kwargs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +18,14 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
@@ -33,6 +42,9 @@ _NEEDED = (
     (SelfAttention, "pg_collection", "an attention that is given its process groups"),
     (GPTModel, "vp_stage", "model chunks that know their virtual pipeline stage"),
 )
+
+_MARK = "tensor_model_parallel"
+_DIVIDED = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}  # dims
 
 
 def check_megatron() -> None:
@@ -61,6 +73,7 @@ def build_chunks(
     for chunk in chunks:
         load_hf_weights(chunk, weights, config, shard=tensor_shard())
         bind_packed_cp_group(chunk)
+        _mark_divided_weights(chunk)
     settings = chunks[0].config
     settings.calculate_per_token_loss = road.per_token
     buffers = DistributedDataParallelConfig(use_distributed_optimizer=layout.distributed_optimizer)
@@ -74,22 +87,72 @@ def build_chunks(
     return wrapped
 
 
+def _mark_divided_weights(chunk: nn.Module) -> None:
+    """Tell divided weights from repeated ones, which the norm of gradients counts once.
+
+    Up to 0.17.1 layers do so themselves only if they initialise their weights, and the optimizer
+    takes what is not marked for repeated.
+    """
+    for module in chunk.modules():
+        kind = next((kind for kind in _DIVIDED if isinstance(module, kind)), None)
+        weight = getattr(module, "weight", None)
+        if kind is not None and weight is not None and not hasattr(weight, _MARK):
+            set_tensor_model_parallel_attributes(weight, True, _DIVIDED[kind], 1)
+
+
 def build_optimizer(
     chunks: list[Any], settings: Mapping[str, Any], *, layout: ParallelLayout
 ) -> Any:
-    """Megatron's optimizer.
+    """Megatron's optimizer, its groups of parameters as Megatron's training loop sets them.
+
+    The optimizer only notes what differs in a group: no weight decay for biases and norms, or
+    `decoupled_lr`. It is the scheduler that acts on it, here one of constant rates.
 
     Args:
         settings: keywords of its `OptimizerConfig`, such as `optimizer`, `lr`, `clip_grad`.
+    Raises:
+        ValueError: no `lr`, or a keyword that the installed Megatron lacks or the layout decides.
     """
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            **settings,
-            params_dtype=torch.float64,
-            use_distributed_optimizer=layout.distributed_optimizer,
-        ),
-        chunks,
+    _check_settings(settings)
+    config = OptimizerConfig(
+        **settings,
+        params_dtype=torch.float64,
+        use_distributed_optimizer=layout.distributed_optimizer,
     )
+    optimizer = get_megatron_optimizer(config, chunks)
+    OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.lr,
+        max_lr=config.lr,
+        min_lr=config.lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="constant",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(OptimizerConfig) if field.init}
+    decided = {
+        "params_dtype": "it is float64 throughout",
+        "use_distributed_optimizer": "the layout's distributed_optimizer decides",
+    }
+    for name in settings:
+        if name in decided:
+            raise ValueError(f"optimizer: leave out {name}; {decided[name]}")
+        if name not in known:
+            raise ValueError(
+                f"optimizer: the OptimizerConfig of megatron-core {features().version} has no "
+                f"{name}; it has {', '.join(sorted(known - set(decided)))}"
+            )
+    lr = settings.get("lr")
+    if not isinstance(lr, int | float) or isinstance(lr, bool) or not 0 <= lr < math.inf:
+        raise ValueError(f"optimizer: lr={lr!r} must be a number of at least 0, and finite")
 
 
 def run_schedule(
@@ -104,6 +167,10 @@ def run_schedule(
     Returns:
         what the loss function reported of each, on the last pipeline stage; elsewhere nothing.
     """
+    for parameter in (each for chunk in chunks for each in chunk.parameters()):
+        # FP32Optimizer.prepare_grads left `main_grad` itself here. Megatron's training loop clears
+        # it too (`zero_grad`); backward would add to it, and the hook of DDP add it to itself.
+        parameter.grad = None
     several = len(chunks) > 1
     iterators = [iter(micro_batches) for _ in chunks]
     reports: list[Any] = get_forward_backward_func()(
