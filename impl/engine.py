@@ -189,7 +189,7 @@ class Engine:
         check_runnable(plan)
         if self.layout.pp_size > 1 and not plan.barriered:
             raise ValueError("the plan is not barriered, as pp_size above 1 needs it to be")
-        self.groups.check_same_plan(plan.hash)
+        self.groups.check_same_plan(plan, self.state.config, self.layout)
 
     def _micro_batches(
         self, batch: Mapping[str, Tensor], plan: Plan, fill: Mapping[str, float] | None

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .plan import cp_blocks
+from .plan import Plan, cp_blocks
 
 
 class PlanMismatch(RuntimeError):
@@ -57,16 +57,19 @@ class CPGroups:
             )
         return group
 
-    def check_same_plan(self, plan_hash: int) -> None:
-        """Compare a plan hash over all ranks of the default group.
+    def check_same_plan(self, plan: Plan, *settings: object) -> None:
+        """Compare a plan, and what else decides how it is run, over all ranks.
 
-        Those of other TP and PP places run the same plan: with another they would wait for ever.
+        Those of other TP and PP places too: with another plan they would wait for ever.
 
+        Args:
+            settings: anything whose `repr` says all of it, such as pack rules.
         Raises:
             PlanMismatch: on every rank, naming the first rank that differs from rank 0.
         """
+        mine = torch.tensor([plan.hash_with(*settings)])
         hashes = torch.empty(dist.get_world_size(), dtype=torch.int64)
-        dist.all_gather_into_tensor(hashes, torch.tensor([plan_hash]))
+        dist.all_gather_into_tensor(hashes, mine)
         for rank, other in enumerate(hashes.tolist()):
             if other != hashes[0]:
                 raise PlanMismatch(

@@ -86,7 +86,12 @@ class Plan:
     @property
     def hash(self) -> int:
         """63 bits that differ if any rank sees other lengths, another order or another plan."""
-        return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8], "big") >> 1
+        return self.hash_with()
+
+    def hash_with(self, *settings: object) -> int:
+        """The same, and different if the `repr` of any setting is."""
+        seen = "\n".join([self.to_json(), *map(repr, settings)])
+        return int.from_bytes(hashlib.sha256(seen.encode()).digest()[:8], "big") >> 1
 
     def to_json(self) -> str:
         """One line, the same for equal plans; its keys are the names of the fields."""

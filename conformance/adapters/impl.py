@@ -8,8 +8,9 @@ does by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from impl.pack import jagged
 
 from ..protocol import MicroBatch, Outputs, Pack, Plan, RankContext, Task
 from . import impl_engine
+from .impl_binding import BoundGroups, interrupt
 from .impl_index import index
 from .impl_translate import (
     PRELOAD,
@@ -62,14 +64,14 @@ class Rank:
         self.resources.close()
 
     def run(self, task: Task) -> tuple[Outputs, ...]:
-        if task.needs:
+        if task.needs - {"interrupted"}:
             return impl_engine.run(task, self.state)
         from impl.megatron.cpu import cpu_mode
 
         subs = [self.split(task, plan) for plan in task.plans]  # refuses before any collective
         with cpu_mode():
             run = _ModelRun(task, self.groups, binds=self.binds, spell=self.spell)
-            return tuple(run.one_pass(*each) for each in zip(task.plans, subs, strict=True))
+            return tuple(run.passes(subs))
 
     def spell(self, packed: PackedRow) -> None:
         """Last touch to the packed parameters; ours need none."""
@@ -121,12 +123,19 @@ class _ModelRun:
         load_hf_weights(self.model, task.weights, self.config)
         if binds:
             bind_packed_cp_group(self.model)
-        self.built_with = self.bound_groups()
+        self.bound = BoundGroups([self.model])
         self.packed: PackedRow | None = None
         self.model.register_forward_hook(self.poison_padding)
         mask = jagged(torch.cat(task.batch.loss_mask), task.batch.seqlens)
         weights = prediction_weights(mask, aggregation=task.loss.aggregation)
         self.weights = weights.split(list(task.batch.seqlens))
+
+    def passes(self, subs: Sequence[list[SubBatch]]) -> Iterator[Outputs]:
+        for number, (plan, parts) in enumerate(zip(self.task.plans, subs, strict=True)):
+            if number and self.task.interrupted:
+                interrupt([self.model], partial(self.one_pass, plan, parts))
+                self.bound.check("an exception inside a layer")
+            yield self.one_pass(plan, parts)
 
     def one_pass(self, plan: Plan, subs: Sequence[SubBatch]) -> Outputs:
         from impl.megatron.weights import hf_gradients
@@ -145,8 +154,7 @@ class _ModelRun:
                 outputs[name].update(
                     zip(micro_batch.samples, output.detach().unbind(), strict=True)
                 )
-        if self.bound_groups() != self.built_with:
-            raise RuntimeError("a CP group is still bound to the model after its micro-batch")
+        self.bound.check("its micro-batch")
         order = range(len(self.task.batch.input_ids))
         return Outputs(
             **{name: tuple(found[sample] for sample in order) for name, found in outputs.items()},
@@ -169,7 +177,7 @@ class _ModelRun:
                 **logprobs_and_entropy(logits, labels, temperature=temperature),
             }
 
-        self.groups.check_same_plan(sub.plan.hash)
+        self.groups.check_same_plan(sub.plan, sub.rules)
         outputs = gptmodel_forward_model_engine(
             self.model,
             sub,
@@ -183,11 +191,6 @@ class _ModelRun:
         )
         check_probe(outputs.pop("probe"), sub.tensors)
         return dynamic_cp_merge_output(outputs, sub, groups=self.groups)
-
-    def bound_groups(self) -> list[object]:
-        """The CP group that each module of the model holds by itself."""
-        modules = (getattr(module, "pg_collection", None) for module in self.model.modules())
-        return [getattr(groups, "cp", None) for groups in modules]
 
     def loss(self, merged: dict[str, Tensor], micro_batch: MicroBatch) -> Tensor:
         from impl.loss import weighted_sum

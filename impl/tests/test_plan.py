@@ -7,6 +7,7 @@ import re
 import pytest
 
 from impl.plan import GroupPlan, MicroBatchPlan, Plan, cp_blocks
+from impl.rules import PackRules
 from impl.schedule import cp_sizes
 
 FIRST = MicroBatchPlan((GroupPlan((0, 1), (2,)), GroupPlan((2,), (0, 3))))
@@ -120,3 +121,11 @@ GROUP = {"ranks": [0], "samples": [0]}
 def test_malformed_json_is_refused_by_key(text, words) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         Plan.from_json(text)
+
+
+def test_hash_differs_with_the_settings_a_plan_is_run_with() -> None:
+    rules = [PackRules(), PackRules(pack_multiple=16), PackRules(layout="contiguous")]
+    hashes = {PLAN.hash, *(PLAN.hash_with(each) for each in rules)}
+
+    assert len(hashes) == 4
+    assert PLAN.hash_with(PackRules()) == PLAN.hash_with(PackRules())

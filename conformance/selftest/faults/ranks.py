@@ -76,5 +76,5 @@ def one_rank_plans_otherwise(patch: MonkeyPatch) -> None:
     wrap(patch, "impl.groups.CPGroups.check_same_plan", _other_on_rank_1)
 
 
-def _other_on_rank_1(original: Any, groups: Any, plan_hash: int) -> None:
-    original(groups, plan_hash ^ int(dist.get_rank() == 1))
+def _other_on_rank_1(original: Any, groups: Any, plan: Any, *settings: object) -> None:
+    original(groups, plan, *settings, dist.get_rank() == 1)
