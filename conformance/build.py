@@ -57,7 +57,8 @@ MODEL_SPECS = {
 }
 _LOSSES = {
     "tokenmean": Loss("token-mean"),
-    "seqmean": Loss("sequence-mean"),
+    "seqmean": Loss("sequence-mean-token-mean"),
+    "seqsum": Loss("sequence-mean-token-sum"),
     "entropy": Loss("token-mean", entropy_coeff=0.1),
 }
 _TEMPERATURES: dict[str, tuple[float, ...]] = {
@@ -117,7 +118,16 @@ class TaskBuilder:
             else micro_batches(len(batch.input_ids), step, num_ranks=case.num_dp_cp_ranks)
             for step in case.cp
         )
-        return Task(spec, weights, batch, passes, _LOSSES[case.loss], padding, case.parallel)
+        return Task(
+            spec,
+            weights,
+            batch,
+            passes,
+            _LOSSES[case.loss],
+            padding,
+            case.parallel,
+            case.interrupted,
+        )
 
     def _documents(self, case: Case) -> tuple[Document, ...]:
         number = int(case.padding.removeprefix("text") or 0)

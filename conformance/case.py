@@ -10,6 +10,7 @@ An id reads `PADDING-WORLDranks-cpPLAN`, then whatever differs from the default:
     poisoned_nan-8ranks-cp4-single     mask with a single valid token
     lens5_13_1-2ranks-cp2-qwen3-t0.7   lengths spelled out, another model, temperature 0.7
     ragged-8ranks-cp2-tp2-sp-pp2       tensor, sequence and pipeline parallel; DP×CP is 2
+    ragged-4ranks-cp2.2-interrupted    the second pass fails inside a layer before it is run
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .protocol import ALONE, Parallel, Schedule
 
 MASKS = ("uneven", "full", "single", "shard", "rank", "none")
 TEMPERATURES = ("t1", "t0.7", "t2", "teach")
-LOSSES = ("tokenmean", "seqmean", "entropy")
+LOSSES = ("tokenmean", "seqmean", "seqsum", "entropy")
 MODELS = ("llama", "qwen2", "qwen3", "starcoder2", "gptj", "mqa")
 _DEFAULTS = {"mask": "uneven", "temperature": "t1", "loss": "tokenmean", "model": "llama"}
 _PADDINGS = (
@@ -58,7 +59,7 @@ class Case:
         padding: what the lengths are like; `poisoned_nan` is column `poisoned`.
         world: ranks. cp: per pass, its micro-batches, or who plans it.
         mask, temperature, loss, model: names from the tuples above.
-        parallel: how the model is spread.
+        parallel: how the model is spread. interrupted: `Task.interrupted`.
     """
 
     padding: str
@@ -69,6 +70,7 @@ class Case:
     loss: str = "tokenmean"
     model: str = "llama"
     parallel: Parallel = ALONE
+    interrupted: bool = False
 
     @property
     def id(self) -> str:
@@ -78,9 +80,8 @@ class Case:
             for field, usual in _DEFAULTS.items()
             if getattr(self, field) != usual
         ]
-        return "-".join(
-            [self.padding, f"{self.world}ranks", f"cp{plan}", *extras, *_words(self.parallel)]
-        )
+        extras += [*_words(self.parallel), *(["interrupted"] if self.interrupted else [])]
+        return "-".join([self.padding, f"{self.world}ranks", f"cp{plan}", *extras])
 
     @property
     def num_dp_cp_ranks(self) -> int:
@@ -196,19 +197,28 @@ def _check_padding(padding: str, text: str) -> None:
 
 
 def _check_parallel(case: Case, text: str) -> None:
-    """Refuse a layout that the world cannot have."""
+    """Refuse a layout that the world cannot have, or in which nothing can be interrupted."""
     unit = case.parallel.model_size * case.parallel.static_cp_size
     if case.world % unit:
         raise ValueError(
             f"{text!r}: {case.world} ranks are no multiple of the {unit} that "
             f"{'-'.join(_words(case.parallel))} takes"
         )
+    if case.interrupted and case.parallel.pp_size > 1:
+        raise ValueError(
+            f"{text!r}: a pass is not interrupted with pipeline stages: all but the last would "
+            "wait for it; leave out interrupted or pp"
+        )
+    if case.interrupted and len(case.cp) < 2:
+        raise ValueError(f"{text!r}: the first pass is not interrupted; write cp2.2 or cp2.1.2")
 
 
 def _with_extra(case: Case, extra: str, text: str) -> Case:
     for field, choices in _CHOICES.items():
         if extra in choices:
             return replace(case, **{field: extra})  # type: ignore[arg-type]
+    if extra == "interrupted":
+        return replace(case, interrupted=True)
     word = extra.rstrip("0123456789")
     number = extra[len(word) :]
     name = _PARALLEL.get(word)
@@ -218,5 +228,5 @@ def _with_extra(case: Case, extra: str, text: str) -> Case:
     known = ", ".join(choice for choices in _CHOICES.values() for choice in choices)
     raise ValueError(
         f"{text!r}: {extra!r} is not one of {known}, tp2, sp, pp2, vpp2, static2, recompute, "
-        "distopt"
+        "distopt, interrupted"
     )

@@ -7,7 +7,7 @@ import json
 import platform
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +19,9 @@ import torch
 from .batch_file import Document, batches, read_documents
 from .build import TaskBuilder
 from .case import Case, parse_case
-from .lengths import COLUMNS
 from .megatron_path import MegatronAt, find_megatron, import_from
 from .pool import RankPools
-from .profiles import PROFILES, profile_cases, text_cases
+from .profiles import PROFILES, profile_cases, rows, text_cases
 from .protocol import load
 from .report import Report
 from .suite import Suite
@@ -210,9 +209,10 @@ def _result(plain: dict[str, Any]) -> CheckResult:
     return CheckResult(**{**plain, **sequences, "verdict": Verdict(plain["verdict"])})
 
 
-def _row(result: CheckResult) -> int:
-    """Reports list padding cases in one order, whichever ran first."""
-    return COLUMNS.index(result.padding) if result.padding in COLUMNS else len(COLUMNS)
+def _in_order(results: Iterable[CheckResult]) -> tuple[CheckResult, ...]:
+    """Reports list the rows of their matrix in one order, whichever ran first."""
+    place = {row: number for number, row in enumerate(rows())}
+    return tuple(sorted(results, key=lambda result: place.get(result.padding, len(place))))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -237,7 +237,7 @@ def _report(config: pytest.Config, run: _Run) -> Report:
         dtype="float64",
         stock=getattr(module, "STOCK", False),
         seconds=time.monotonic() - run.started,
-        cases=tuple(sorted(run.results, key=_row)),
+        cases=_in_order(run.results),
         profile=config.getoption("profile"),
         seed=config.getoption("seed"),
         megatron_path=str(run.megatron.folder) if run.megatron else "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .case import LOSSES, MASKS, MODELS, TEMPERATURES, Case, parse_case
+from .case import LOSSES, MASKS, MODELS, SCHEDULERS, TEMPERATURES, Case, parse_case
 from .lengths import COLUMNS, POISONS, REFUSALS
 
 PROFILES = ("quick", "default", "deep")
@@ -33,7 +33,24 @@ _PLANNED = (  # steps that the implementation plans by itself
     "longtail-6ranks-cpbalanced40",
     "few_one-3ranks-cpbalanced24",
 )
-_CUTS = ("ragged-4ranks-cp2.2+2.2+2+2+2+2", "ragged-4ranks-cp2.2+2.2+2+2+2+2-seqmean")
+_CUTS = (
+    "ragged-4ranks-cp2.2+2.2+2+2+2+2",
+    "ragged-4ranks-cp2.2+2.2+2+2+2+2-seqmean",
+    "ragged-4ranks-cp2.2+2.2+2+2+2+2-seqsum",
+)
+_INTERRUPTED = (  # passes that fail inside a layer before they are run
+    "ragged-4ranks-cp2.1.2-interrupted",
+    "ragged-4ranks-cp4+2_1_1.1.4+2_1_1-interrupted",
+)
+_MORE_INTERRUPTED = (
+    "ragged-4ranks-cp2.2-interrupted",
+    "ragged-8ranks-cp8.1.8-interrupted",
+    "ragged-4ranks-cpbalanced24.balanced24-interrupted",
+    "ragged-4ranks-cp2.1.2-tp2-sp-interrupted",
+    "ragged-4ranks-cp2.1.2-static2-interrupted",
+    "ragged-4ranks-cp2.1.2-distopt-interrupted",
+    "ragged-4ranks-cp2.1.2-recompute-interrupted",
+)
 _LAYOUTS = (  # one or two cases of every parallel dimension
     "ragged-4ranks-cp2-tp2",
     "ragged-4ranks-cp2+1-tp2-sp",
@@ -65,6 +82,7 @@ _VARIED = (  # what varies besides, on these layouts
     "{}-4ranks-cp2-pp2",
     "{}-8ranks-cp2-tp2-sp-pp2",
 )
+_VARIATIONS = ("none", "single", "seqmean", "seqsum", "teach-entropy", "qwen2", "starcoder2")
 _NO_GROUPS = ((4, "3"), (6, "4"), (6, "3"), (8, "6"), (4, "2+3"))  # sizes that cannot be had
 _PLAIN = [column for column in COLUMNS if column not in ("poisoned", "few", "text", "refused")]
 
@@ -84,6 +102,12 @@ def profile_cases(profile: str, *, num_texts: int = 0) -> tuple[Case, ...]:
     return tuple(sorted(alike, key=lambda case: (case.world, repr(case.parallel))))
 
 
+def rows() -> tuple[str, ...]:
+    """The rows of a matrix in order: padding cases, own lengths, schedulers, parallel layouts."""
+    layouts = (parse_case(id).row for id in (*_LAYOUTS, *_MORE_LAYOUTS))
+    return (*COLUMNS, "own", *SCHEDULERS, "schedulers", *dict.fromkeys(layouts))
+
+
 def text_cases(num_texts: int, *, profile: str) -> tuple[Case, ...]:
     """The cases of a user's own documents: every batch on four ranks, at every CP size."""
     sizes = (2,) if profile == "quick" else CP_SIZES[4]
@@ -101,14 +125,14 @@ def _quick(num_texts: int) -> Iterator[Case]:
     yield from (_with_plan("refused_size", world, plan) for world, plan in _NO_GROUPS)
     yield from (Case("ragged", world, ((world,),)) for world in (1, 2))
     yield from (Case(f"poisoned_{poison}", 4, ((2,),)) for poison in POISONS)
-    yield _with_plan("ragged", 4, _ORDERS[4])
+    yield from (_with_plan("ragged", 4, plan) for plan in (_ORDERS[4], "2.1.2"))
     yield from (Case("ragged", 4, ((2,),), mask=mask) for mask in MASKS)
     yield Case("ragged", 4, ((2,),), temperature="teach", loss="entropy")
     yield Case("ragged", 4, ((4,),), temperature="t0.7", loss="seqmean")
-    yield Case("ragged", 4, ((4,),), temperature="t2")
+    yield Case("ragged", 4, ((4,),), temperature="t2", loss="seqsum")
     yield from (Case("ragged", 4, ((2,),), model=model) for model in MODELS)
     yield from (parse_case(f"ragged-{plan}") for plan in _MIXED[:3])
-    yield from map(parse_case, (*_PLANNED[:5], *_CUTS[:1], *_LAYOUTS))
+    yield from map(parse_case, (*_PLANNED[:5], *_CUTS[:1], *_INTERRUPTED, *_LAYOUTS))
 
 
 def _default(num_texts: int) -> Iterator[Case]:
@@ -121,11 +145,11 @@ def _default(num_texts: int) -> Iterator[Case]:
         yield from (_with_plan(padding, world, plan) for world, plan in _ORDERS.items())
     for padding in ("ragged", "short", "few", "poisoned_nan", "ones"):
         yield from (parse_case(f"{padding}-{plan}") for plan in _MIXED)
-    yield from map(parse_case, (*_PLANNED, *_CUTS, *_MORE_LAYOUTS))
+    yield from map(parse_case, (*_PLANNED, *_CUTS, *_MORE_INTERRUPTED, *_MORE_LAYOUTS))
     for layout in _VARIED:
         for padding in ("short", "ones", "longtail", "few", "poisoned_nan", "poisoned_huge"):
             yield parse_case(layout.format(padding))
-        for varied in ("none", "single", "seqmean", "teach-entropy", "qwen2", "starcoder2"):
+        for varied in _VARIATIONS:
             yield parse_case(f"{layout.format('ragged')}-{varied}")
     for number in range(1, min(num_texts, 3)):
         yield from (Case(f"text{number}", 4, ((size,),)) for size in (1, 2, 4))
@@ -145,7 +169,7 @@ def _at_size(world: int, size: int) -> Iterator[Case]:
             yield from (Case(padding, world, cp, mask=mask) for mask in MASKS)
     if world == 4:
         yield from (Case("ragged", world, cp, model=model) for model in MODELS)
-        for temperature, loss in zip(TEMPERATURES, (*LOSSES, "entropy"), strict=True):
+        for temperature, loss in zip(TEMPERATURES, LOSSES, strict=True):
             yield Case("uneven", world, cp, temperature=temperature, loss=loss)
 
 

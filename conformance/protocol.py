@@ -13,10 +13,11 @@ An implementation under test is a module. It may offer these, each optional:
 `conformance/adapters/reference.py` the oracle. Neither side imports the other, and the suite
 imports neither: both are named on the command line and loaded by `load`.
 
+Longer than 300 lines: all that the author of an implementation has to read, in one place.
+
 Shape letters: `L` tokens of a sequence, `V` vocabulary, `T` packed rows on a rank, `S` sequences.
 """
 
-# Longer than 300 lines: all that the author of an implementation has to read, in one place.
 from __future__ import annotations
 
 import importlib
@@ -80,8 +81,9 @@ class Batch:
 class Loss:
     """What is differentiated: per valid prediction, `-logprob - entropy_coeff * entropy`.
 
-    `token-mean` divides the sum over the whole batch by its number of valid predictions;
-    `sequence-mean` averages each sequence first, then the sequences that have a valid one.
+    `token-mean` divides the sum over the whole batch by its number of valid predictions. The
+    others average over the sequences that have a valid one: `sequence-mean-token-mean` the mean
+    of each, `sequence-mean-token-sum` its sum.
     """
 
     aggregation: str = "token-mean"
@@ -193,6 +195,13 @@ class Task:
 
     `passes` are run one after another on one model, gradients cleared before each; every pass
     covers the batch once. Most tasks have one pass; A-B-A order is three.
+
+    Args:
+        interrupted: before each pass but the first, the same pass is begun and fails: in its
+            first micro-batch, on every rank, an exception is raised inside the core attention of
+            the last layer, leaves the layers and whatever runs them, and is swallowed. The pass
+            itself then runs on the same model as if nothing had been. Never with pipeline stages,
+            of which all but the last would wait.
     """
 
     model: ModelSpec
@@ -202,6 +211,7 @@ class Task:
     loss: Loss = Loss()
     padding: Padding = Padding()
     parallel: Parallel = ALONE
+    interrupted: bool = False
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -220,13 +230,14 @@ class Task:
         """What a module must name in `SUPPORTS` before it is given this task.
 
         "mixed", CP groups of different sizes in a micro-batch; "schedulers", a `Schedule` among
-        the passes; "parallel", more than data and context parallelism.
+        the passes; "parallel", more than data and context parallelism; "interrupted", the field.
         """
         plans = [step for step in self.passes if not isinstance(step, Schedule)]
         asked = {
             "schedulers": len(plans) < len(self.passes),
             "mixed": any(len(set(one.cp_sizes)) > 1 for plan in plans for one in plan),
             "parallel": self.parallel != ALONE,
+            "interrupted": self.interrupted,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 

@@ -43,7 +43,7 @@ class Suite:
 
     def _verify(self, case: Case) -> list[CheckResult]:
         task = self.builder.task(case)
-        lacking = task.needs - set(getattr(load(self.implementation), "SUPPORTS", ()))
+        lacking = task.needs and task.needs - _supports(self.implementation)
         if lacking:
             reason = f"{', '.join(sorted(lacking))}: not in the SUPPORTS of {self.implementation}"
             return [self._line(case, "run", Verdict.UNSUPPORTED, reason=reason)]
@@ -127,6 +127,11 @@ class Suite:
 _BLAME = ("died", "raised", "refused", "unsupported", "timeout")
 """Whom to name when ranks disagree: who waits does so for another, and what one rank does not
 support excuses no error of another."""
+
+
+def _supports(implementation: str) -> frozenset[str]:
+    """What the ranks of an implementation can do besides, see `Task.needs`."""
+    return frozenset(getattr(load(implementation), "SUPPORTS", ()))
 
 
 def _refusal(reply: RankReply) -> Finding:

@@ -24,6 +24,7 @@ from impl.plan import Plan as StepPlan
 from impl.schedule import split_samples
 
 from ..protocol import MicroBatch, Outputs, Plan, RankContext, Schedule, Task, Unsupported
+from .impl_binding import BoundGroups, interrupt
 from .impl_translate import (
     PRELOAD,
     WATCH,
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 NAME = "impl_engine"
-SUPPORTS = ("mixed", "schedulers", "parallel")
+SUPPORTS = ("mixed", "schedulers", "parallel", "interrupted")
 
 
 class Rank:
@@ -97,8 +98,7 @@ def parallel_state(context: RankContext) -> Iterator[ParallelState]:
 def run(task: Task, state: ParallelState) -> tuple[Outputs, ...]:
     """Every pass of a task on one engine."""
     plans = [step_plan(task, step, state) for step in task.passes]  # refuses before a collective
-    engine = _EngineRun(task, state)
-    return tuple(map(engine.one_pass, plans))
+    return tuple(_EngineRun(task, state).passes(plans))
 
 
 def step_plan(task: Task, step: Plan | Schedule, state: ParallelState) -> StepPlan:
@@ -169,6 +169,7 @@ class _EngineRun:
         self.task, self.tp_size = task, state.layout.tp_size
         self.packed: list[PackedRow] = []
         self.engine = Engine(state, model=gpt_config(task), weights=task.weights)
+        self.bound = BoundGroups(self.engine.chunks)
         last = self.engine.chunks[-1].module
         if last.post_process:
             last.register_forward_hook(self.poison_padding, with_kwargs=True)
@@ -176,6 +177,13 @@ class _EngineRun:
         weights = prediction_weights(mask, aggregation=task.loss.aggregation)
         everything = range(len(seqlens))
         self.batch = {**jagged_batch(task.batch, everything), "weights": jagged(weights, seqlens)}
+
+    def passes(self, plans: Sequence[StepPlan]) -> Iterator[Outputs]:
+        for number, plan in enumerate(plans):
+            if number and self.task.interrupted:
+                interrupt(self.engine.chunks, partial(self.one_pass, plan))
+                self.bound.check("an exception inside a layer")
+            yield self.one_pass(plan)
 
     def one_pass(self, plan: StepPlan) -> Outputs:
         self.packed.clear()
@@ -192,6 +200,7 @@ class _EngineRun:
             },
             on_pack=self.packed.append,
         )
+        self.bound.check("its step")
         mine = plan.for_rank(self.engine.groups.dp_cp_rank)
         samples = [group.samples for group in mine] + [()] * (len(self.packed) - len(mine))
         outputs = {name: one.unbind() for name, one in result.outputs.items() if name != "probe"}

@@ -32,7 +32,7 @@ from ..protocol import (
 )
 
 NAME = "reference"
-SUPPORTS = ("mixed", "schedulers", "parallel")
+SUPPORTS = ("mixed", "schedulers", "parallel", "interrupted")
 NO_LABEL = -100
 
 
@@ -147,7 +147,10 @@ oracle = Oracle()
 
 
 class Rank:
-    """The control: the oracle on every rank, packs included."""
+    """The control: the oracle on every rank, packs included.
+
+    Each pass starts from the weights, so one that was interrupted could leave nothing behind.
+    """
 
     def __init__(self, context: RankContext) -> None:
         self.context = context

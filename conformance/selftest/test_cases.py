@@ -12,11 +12,11 @@ import torch
 from conformance.adapters.reference import oracle
 from conformance.batch_file import batches, read_documents
 from conformance.build import TaskBuilder
-from conformance.case import Case, parse_case
+from conformance.case import LOSSES, Case, parse_case
 from conformance.conftest import TEXT_TOKENS, TEXTS
 from conformance.judge import BUDGET
 from conformance.lengths import COLUMNS, POISONS, REFUSALS
-from conformance.profiles import CP_SIZES, PROFILES, profile_cases
+from conformance.profiles import CP_SIZES, PROFILES, profile_cases, rows
 from conformance.protocol import Batch, Outputs, Schedule, Task
 
 DOCUMENTS = batches(read_documents(TEXTS), max_tokens=TEXT_TOKENS)
@@ -66,6 +66,8 @@ def test_ids_are_unique(profile: str) -> None:
         ("ragged-4ranks-cp1-tp3", "4 ranks are no multiple of the 3 that tp3 takes"),
         ("ragged-4ranks-cp1-tp2-pp2-static2", "of the 8 that tp2-pp2-static2 takes"),
         ("ragged-4ranks-cp2.", "cp2. is no plan"),
+        ("ragged-4ranks-cp2-interrupted", "the first pass is not interrupted; write cp2.2 or"),
+        ("ragged-4ranks-cp2.2-pp2-interrupted", "not interrupted with pipeline stages: all but"),
         ("ragged-4ranks-cp2-fp8", "'fp8' is not one of uneven, full, single"),
         ("smooth-4ranks-cp2", "'smooth' is not one of aligned, unpadded"),
     ],
@@ -122,6 +124,22 @@ def test_every_world_mixes_cp_sizes_in_a_step_and_in_passes() -> None:
     passes = {case.world for case in DEFAULT if len(case.cp) == 3 and case.cp[0] == case.cp[2]}
     assert passes == set(CP_SIZES) - {1}
     assert steps >= passes
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_interrupts_passes_and_has_every_loss(profile: str) -> None:
+    cases = profile_cases(profile)
+    assert {case.loss for case in cases} == set(LOSSES)
+    asked = {BUILDER.task(case).needs for case in cases if case.interrupted}
+    assert {frozenset({"interrupted"}), frozenset({"interrupted", "mixed"})} <= asked
+
+
+def test_rows_of_a_matrix_have_one_order() -> None:
+    order = rows()
+    assert len(set(order)) == len(order)
+    assert {case.row for case in profile_cases("deep", num_texts=1)} <= set(order)
+    some = ("aligned", "text", "own", "uniform", "megatron", "schedulers", "tp2", "tp2-sp", "pp2")
+    assert sorted(some, key=order.index) == list(some)
 
 
 # What lengths and masks are like

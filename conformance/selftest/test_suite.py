@@ -21,7 +21,7 @@ class Pools:
     def __init__(self, kinds: list[Kind], message: str) -> None:
         self.errors = [RankError(kind, kind.title(), message, where="a.py:1 f") for kind in kinds]
 
-    def pool(self, *_: Any) -> Any:
+    def pool(self, *_: Any, **__: Any) -> Any:
         return self
 
     def run(self, task: Any, *, only_rank: int | None) -> list[RankReply]:
