@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .collectives import all_gather
 from .forward import LogitsProcessor, process_logits, run_pack
 from .megatron import training
-from .megatron.cpu import cpu_training_mode
+from .megatron.cpu import training_mode
 from .megatron.model import GPTConfig, check_divisible
 from .megatron.weights import hf_gradients, hf_parameters, split_dim
 from .merge import merge_step
@@ -64,7 +64,7 @@ class _Report:
 
 
 class Engine:
-    """A model that trains with dynamic CP on Megatron's schedules, in float64 on the CPU.
+    """A model that trains with dynamic CP on Megatron's schedules, in float64.
 
     Made on every rank of the state together.
 
@@ -96,8 +96,10 @@ class Engine:
         check_divisible(model, self.layout)
         if road.ddp_averages == road.per_token:
             raise ValueError(f"{road}: Megatron's data parallelism averages unless per_token")
-        with cpu_training_mode():
-            self.chunks = training.build_chunks(model, weights, layout=self.layout, road=road)
+        with training_mode(state.device):
+            self.chunks = training.build_chunks(
+                model, weights, layout=self.layout, road=road, device=state.device
+            )
             self.optimizer = None
             if optimizer is not None:
                 self.optimizer = training.build_optimizer(
@@ -140,7 +142,7 @@ class Engine:
         if on_pack is not None:
             for one in micro_batches:
                 on_pack(one.packed)
-        with cpu_training_mode(), torch.set_grad_enabled(not forward_only):
+        with training_mode(self.state.device), torch.set_grad_enabled(not forward_only):
             if not forward_only:
                 for chunk in self.chunks:
                     chunk.zero_grad_buffer()
@@ -153,7 +155,7 @@ class Engine:
     def optimizer_step(self) -> float | None:
         """Megatron's optimizer on the gradients that are there; their norm before clipping."""
         assert self.optimizer is not None, "the engine was made without an optimizer"
-        with cpu_training_mode():
+        with training_mode(self.state.device):
             _, norm, _ = self.optimizer.step()
         return None if norm is None else float(norm)
 
@@ -257,7 +259,8 @@ class Engine:
         return scaled, torch.tensor(one.counts.local_tokens, dtype=torch.int32), report
 
     def _result(self, reports: Sequence[_Report], plan: Plan) -> StepResult:
-        values: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64)}
+        nothing = torch.zeros((), dtype=torch.float64, device=self.state.device)
+        values: dict[str, Tensor] = {"loss": nothing}
         outputs: dict[str, Tensor] = {}
         if training.is_last_stage():
             values = self._summed([report.values for report in reports], plan)
@@ -270,7 +273,7 @@ class Engine:
         """Scalars of all micro-batches and groups added up, each group counted once."""
         me = self.groups.dp_cp_rank
         led = [group.ranks[0] == me for group in plan.for_rank(me)]
-        sums = torch.zeros(len(parts[0]), dtype=torch.float64)
+        sums = torch.zeros(len(parts[0]), dtype=torch.float64, device=self.state.device)
         for part, counts in zip(parts, led, strict=False):
             if counts:
                 sums += torch.stack([value.detach().double() for value in part.values()])

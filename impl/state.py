@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from .config import DynamicCPConfig
@@ -28,11 +29,13 @@ class ParallelState:
     Args:
         config: of dynamic CP. layout: how models are spread.
         groups: this rank's CP groups among its DP×CP ranks.
+        device: where models are.
     """
 
     config: DynamicCPConfig
     layout: ParallelLayout
     groups: CPGroups
+    device: torch.device
 
     def plan(self, seqlens: tuple[int, ...]) -> Plan:
         """The plan of a step, the same on every rank that is given the same lengths.
@@ -52,6 +55,7 @@ def open_parallel_state(
     config: DynamicCPConfig,
     layout: ParallelLayout = DATA_PARALLEL,
     *,
+    device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
 ) -> Iterator[ParallelState]:
     """Set up Megatron and the CP groups on every rank of the default process group together.
@@ -60,21 +64,37 @@ def open_parallel_state(
     example, are two engines in one state.
 
     Args:
+        device: "cpu", or this rank's GPU, which is made the current one. The default process group
+            must do collectives of its tensors, and of the CPU's: "cpu:gloo,cuda:nccl".
         timeout: limit of a collective in a CP group.
     Raises:
         UnsupportedMegatron: the installed one lacks something, before any collective.
         ValueError: world, layout and settings do not go together, likewise.
     """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     training.check_megatron()
+    _check_backends(device)
     places = layout.dp_cp_ranks(dist.get_world_size())
     check_layout(config.layout, cp_size=config.highest_cp_size or len(places[0]))
     _plan((1,), config, layout, world_size=len(places[0]))  # settings that leave no plan at all
     with model_parallel(layout):
         groups = create_cp_groups(places, timeout=timeout)
         try:
-            yield ParallelState(config, layout, groups)
+            yield ParallelState(config, layout, groups, device)
         finally:
             destroy_cp_groups(groups)
+
+
+def _check_backends(device: torch.device) -> None:
+    backends = dist.get_backend_config(dist.group.WORLD)
+    for kind in {"cpu", device.type}:
+        if f"{kind}:" not in backends:
+            raise ValueError(
+                f"the default process group has {backends} and none for {kind} tensors; "
+                'use torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+            )
 
 
 def _plan(

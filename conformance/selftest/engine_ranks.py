@@ -104,27 +104,35 @@ class Case:
         }
 
 
-def run_rank(rank: int, folder: str, cases: Mapping[str, Case]) -> None:
-    """Every case of one world size; results go to `rank_N.pt`, by case."""
+def run_rank(rank: int, folder: str, cases: Mapping[str, Case], kind: str = "cpu") -> None:
+    """Every case of one world size; results go to `rank_N.pt`, by case.
+
+    Args:
+        kind: of device, "cpu" or "cuda".
+    """
     torch.set_num_threads(1)
     world_size = next(iter(cases.values())).world_size
     store = FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=LIMIT)
-    results = {name: _run(case) for name, case in cases.items()}
+    backends = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=LIMIT)
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
+    results = {name: _run(case, device) for name, case in cases.items()}
     torch.save(results, Path(folder) / f"rank_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _run(case: Case) -> dict[str, Any]:
-    with open_parallel_state(CONFIG, case.layout, timeout=LIMIT) as state:
+def _run(case: Case, device: torch.device) -> dict[str, Any]:
+    with open_parallel_state(CONFIG, case.layout, device=device, timeout=LIMIT) as state:
         engine = Engine(
             state, model=GPTConfig(**case.model), weights=case.weights(), road=case.road
         )
         values = case.batch.draw()
         mask = jagged(values.pop("loss_mask"), case.batch.seqlens)
         values["weights"] = prediction_weights(mask, aggregation=case.aggregation)
-        batch = {name: jagged(each, case.batch.seqlens) for name, each in values.items()}
+        batch = {
+            name: jagged(each.to(device), case.batch.seqlens) for name, each in values.items()
+        }
         step = partial(engine.forward_backward_batch, batch, _loss, plan=case.plan)
         packs: list[PackedRow] = []
         result = step(logits_processor=_outputs, on_pack=packs.append)

@@ -128,18 +128,21 @@ def results(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
 
 @functools.cache
 def _expected(name: str) -> Result:
-    case = ALL[name]
+    return expected_of(ALL[name])
+
+
+def expected_of(case: Case) -> Result:
     drawn = case.batch.draw()
     lengths = list(case.batch.seqlens)
     ids, mask, temperature = (
-        drawn[name].split(lengths) for name in ("input_ids", "loss_mask", "temperature")
+        drawn[key].split(lengths) for key in ("input_ids", "loss_mask", "temperature")
     )
     batch = OracleBatch(ids, mask, tuple(float(each[0]) for each in temperature))
     loss = Loss(case.aggregation, ENTROPY_COEFF)
     return evaluate(ModelConfig(**case.model), case.weights(), batch, loss)
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest error over the largest expected value."""
     scale = expected.abs().max().clamp(min=1e-300) if expected.any() else 1.0
     return float(((found - expected).abs() / scale).nan_to_num(nan=float("inf")).max())
@@ -149,7 +152,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_gradients_are_those_of_the_unsharded_batch(results, name) -> None:
     expected = _expected(name).gradients
     for rank in results[name]:
-        errors = {key: _error(value, expected[key]) for key, value in rank["gradients"].items()}
+        errors = {key: error_of(value, expected[key]) for key, value in rank["gradients"].items()}
         assert {key: error for key, error in errors.items() if error > BUDGET} == {}
 
 
@@ -164,7 +167,7 @@ def test_every_weight_has_a_gradient_on_some_stage(results, name) -> None:
 def test_loss_is_that_of_the_unsharded_batch_on_every_rank(results, name) -> None:
     expected = _expected(name).loss
     for rank in results[name]:
-        assert _error(rank["loss"], expected) <= BUDGET
+        assert error_of(rank["loss"], expected) <= BUDGET
 
 
 @EVERY_CASE
@@ -174,8 +177,8 @@ def test_outputs_come_in_input_order_on_the_last_stage(results, name) -> None:
 
     assert len(last) == ALL[name].world_size // ALL[name].layout.pp_size
     for outputs in last:
-        assert _error(outputs["logprobs"], torch.cat(expected.logprobs)) <= BUDGET
-        assert _error(outputs["entropy"], torch.cat(expected.entropy)) <= BUDGET
+        assert error_of(outputs["logprobs"], torch.cat(expected.logprobs)) <= BUDGET
+        assert error_of(outputs["entropy"], torch.cat(expected.entropy)) <= BUDGET
 
 
 @EVERY_CASE
@@ -193,7 +196,7 @@ def test_outputs_have_any_shape_and_type(results, name) -> None:
     best = logits.topk(TOP_K)
     for rank in results[name]:
         if rank["outputs"]:
-            assert _error(rank["outputs"]["top_values"], best.values) <= BUDGET
+            assert error_of(rank["outputs"]["top_values"], best.values) <= BUDGET
             assert torch.equal(rank["outputs"]["top_ids"], best.indices)
 
 

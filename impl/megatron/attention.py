@@ -78,14 +78,21 @@ class ExactAttention(nn.Module):
             key,
             value,
             self.softmax_scale,
-            visible_blocks(padded, cp_size=cp_size, cp_rank=cp_rank, layout=layout),
+            visible_blocks(
+                padded, cp_size=cp_size, cp_rank=cp_rank, layout=layout, device=query.device
+            ),
         )
         return out.flatten(1)
 
 
 @lru_cache(maxsize=16)
 def visible_blocks(
-    padded: tuple[int, ...], *, cp_size: int, cp_rank: int, layout: str = "zigzag"
+    padded: tuple[int, ...],
+    *,
+    cp_size: int,
+    cp_rank: int,
+    layout: str = "zigzag",
+    device: torch.device | str = "cpu",
 ) -> tuple[Block, ...]:
     """Blocks of (query rows, key rows, hidden [q, k]) in which any query sees any key.
 
@@ -112,7 +119,7 @@ def visible_blocks(
                 continue  # rows are in sequence order, so these two share none
             hidden = (q_sequence != k_sequence) | (q_position < k_position)
             if not hidden.all():
-                visible.append((q, place, hidden if hidden.any() else None))
+                visible.append((q, place, hidden.to(device) if hidden.any() else None))
     return tuple(visible)
 
 

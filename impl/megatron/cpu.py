@@ -1,9 +1,9 @@
-"""Megatron without a GPU: what it asks of CUDA is answered for the CPU, for a while."""
+"""Megatron exact in float64, and without a GPU: what it asks of CUDA is answered, for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -26,19 +26,24 @@ def cpu_mode() -> Iterator[None]:
 
 
 @contextmanager
-def cpu_training_mode() -> Iterator[None]:
-    """`cpu_mode`, and what schedules, gradient buffers, recomputation and optimizers ask for.
+def training_mode(device: torch.device) -> Iterator[None]:
+    """Inside, Megatron trains exactly in float64, on a GPU or on the CPU.
 
-    All of it is exact in float64. The default dtype is float64, in which the divisor of per-token
-    gradients is computed. Where Megatron goes down to float32 it stays float64: `Tensor.float`,
-    which the distributed optimizer calls on gradients (`_copy_model_grads_to_main_grads` in
-    optimizer/distrib_optimizer.py), and float32 scalars made on the GPU, such as the norm of the
-    gradients and its sum over ranks (`local_multi_tensor_l2_norm` in utils.py and
-    `get_grad_norm_fp32` in optimizer/clip_grads.py).
+    The default dtype is float64, in which the divisor of per-token gradients is computed. Where
+    Megatron goes down to float32 it stays float64: `Tensor.float`, which the distributed optimizer
+    calls on gradients (`_copy_model_grads_to_main_grads` in optimizer/distrib_optimizer.py), and
+    float32 tensors made on the GPU, such as the norm of the gradients and its sum over ranks
+    (`local_multi_tensor_l2_norm` in utils.py and `get_grad_norm_fp32` in optimizer/clip_grads.py).
+
+    On the CPU, what schedules, gradient buffers and recomputation ask of CUDA is answered for it.
     """
+    on_cpu = device.type == "cpu"
     dtype = torch.get_default_dtype()
-    with cpu_mode(), _CudaTensorsOnCpu(), ExitStack() as patches:
-        for module, name, answer in _ANSWERS:
+    with ExitStack() as patches:
+        if on_cpu:
+            patches.enter_context(cpu_mode())
+        patches.enter_context(_Float64(on_cpu=on_cpu))
+        for module, name, answer in (*_FLOAT64_ANSWERS, *(_CPU_ANSWERS if on_cpu else ())):
             if hasattr(module, name):
                 patches.enter_context(patch.object(module, name, answer))
         torch.set_default_dtype(torch.float64)
@@ -46,6 +51,11 @@ def cpu_training_mode() -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
+
+
+def cpu_training_mode() -> AbstractContextManager[None]:
+    """`training_mode` of the CPU."""
+    return training_mode(torch.device("cpu"))
 
 
 class _NoStream:
@@ -77,7 +87,9 @@ class _NoRandomness:
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-_ANSWERS: tuple[tuple[Any, str, Any], ...] = (
+_Answers = tuple[tuple[Any, str, Any], ...]
+
+_CPU_ANSWERS: _Answers = (
     (torch.cuda, "synchronize", _nothing),  # exchange of shapes between pipeline stages
     (torch.cuda, "is_current_stream_capturing", lambda: False),
     (torch.cuda, "current_stream", lambda *_, **__: _NoStream()),  # reduction of gradients
@@ -88,6 +100,8 @@ _ANSWERS: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "set_rng_state", _nothing),
     (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
     (random, "_set_cuda_rng_state", _nothing),
+)
+_FLOAT64_ANSWERS: _Answers = (
     (random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()),  # sequence parallelism
     (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
     # Where Transformer Engine or Apex is installed, optimizer/__init__.py and clip_grads.py take
@@ -102,18 +116,26 @@ _ANSWERS: tuple[tuple[Any, str, Any], ...] = (
 )
 
 
-class _CudaTensorsOnCpu(TorchFunctionMode):
+class _Float64(TorchFunctionMode):
+    def __init__(self, *, on_cpu: bool) -> None:
+        super().__init__()
+        self.on_cpu = on_cpu
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.cuda or (func is Tensor.float and args[0].dtype == torch.float64):
+        if func is Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func is Tensor.cuda and self.on_cpu:
             return args[0]
         kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)
         if func is Tensor.type and len(args) == 1 and not kwargs and args[0].is_floating_point():
             return "torch.cuda.FloatTensor"  # the distributed optimizer compares names
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
             if kwargs.get("dtype") is torch.float32:  # a rank without gradients adds a zero to the
                 kwargs["dtype"] = torch.float64  # norm, in the dtype that the others have
+            if self.on_cpu:
+                kwargs["device"] = "cpu"
+        if self.on_cpu:
+            kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)

@@ -62,15 +62,21 @@ def check_megatron() -> None:
 
 
 def build_chunks(
-    config: GPTConfig, weights: Mapping[str, Tensor], *, layout: ParallelLayout, road: Road
+    config: GPTConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    layout: ParallelLayout,
+    road: Road,
+    device: torch.device,
 ) -> list[Any]:
-    """This rank's model chunks with their weights and gradient buffers, in float64 on the CPU.
+    """This rank's model chunks with their weights and gradient buffers, in float64.
 
     Their attention follows the CP group of the pack. All share one `TransformerConfig`, on which
     the schedules find how gradients are finalised.
     """
     chunks = build_gpt_chunks(config, max_seqlen=1, layout=layout)  # RoPE has no longest sequence
     for chunk in chunks:
+        chunk.to(device)
         load_hf_weights(chunk, weights, config, shard=tensor_shard())
         bind_packed_cp_group(chunk)
         _mark_divided_weights(chunk)
