@@ -19,6 +19,7 @@ import torch
 from .batch_file import Document, batches, read_documents
 from .build import TaskBuilder
 from .case import Case, parse_case
+from .contracts import Contract, Proof, contract_results
 from .megatron_path import MegatronAt, find_megatron, import_from
 from .pool import RankPools
 from .profiles import PROFILES, profile_cases, rows, text_cases
@@ -33,7 +34,8 @@ STOCK = "conformance.adapters.stock"
 ORACLE = "conformance.adapters.reference"
 TEXTS = Path(__file__).parents[1] / "fixtures" / "texts" / "devils_dictionary.jsonl"
 TEXT_TOKENS = 2048  # tokens of real text that run as one batch
-_RESULTS = "conformance results"  # the name under which a test hands over its results
+_RESULTS = "conformance results"  # the names under which a test hands over what it found
+_PROOF = "conformance proof"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,6 +67,8 @@ class _Run:
     cases: tuple[Case, ...]
     megatron: MegatronAt | None = None
     results: list[CheckResult] = dataclasses.field(default_factory=list)
+    recorded: set[str] = dataclasses.field(default_factory=set)
+    proofs: list[Proof] = dataclasses.field(default_factory=list)
     is_conformance: bool = False
 
 
@@ -95,6 +99,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         run = metafunc.config.stash[_RUN]
         run.is_conformance = True
         metafunc.parametrize("case", run.cases, ids=[case.id for case in run.cases])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the contracts' cases keep those that were asked for."""
+    asked = {case.id for case in config.stash[_RUN].cases}
+    left_out = [item for item in items if _proves(item) not in (None, *asked)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _proves(item: pytest.Item) -> str | None:
+    """The case that a contract's test is about."""
+    if "prove" not in getattr(item, "fixturenames", ()):
+        return None
+    return str(item.callspec.params["id"])  # type: ignore[attr-defined]
 
 
 def _cases(config: pytest.Config, texts: tuple[tuple[Document, ...], ...]) -> tuple[Case, ...]:
@@ -173,8 +193,7 @@ def record(request: pytest.FixtureRequest) -> Any:
     """Hands results over to the report, from an xdist worker too; fails the test if one did."""
 
     def hand_over(results: list[CheckResult]) -> None:
-        plain = [dataclasses.asdict(result) for result in results]
-        request.node.user_properties.append((_RESULTS, json.dumps(plain)))
+        _hand_over(request, results)
         failed = [result for result in results if result.verdict is Verdict.FAIL]
         if failed:
             lines = [f"{r.id} {r.check}: {r.reason}; {r.where}\n  {r.rerun}" for r in failed]
@@ -183,6 +202,30 @@ def record(request: pytest.FixtureRequest) -> Any:
             pytest.skip("; ".join(f"{r.verdict.value}: {r.reason}" for r in results))
 
     return hand_over
+
+
+@pytest.fixture
+def prove(request: pytest.FixtureRequest, suite: Suite) -> Any:
+    """Verifies a case, if nobody has, and fails the test if it breaks a contract."""
+
+    def prove_by(contract: Contract, id: str) -> None:
+        results = suite.verify(parse_case(id))
+        _hand_over(request, results)
+        proof = contract.proof(id, results)
+        request.node.user_properties.append((_PROOF, json.dumps(dataclasses.asdict(proof))))
+        if proof.verdict is Verdict.FAIL:
+            rerun = f"{_rerun(request.config)} {id}"
+            words = f"{contract.name}: {id}: {proof.reason}\n  {contract.promise}\n  {rerun}"
+            pytest.fail(words, pytrace=False)
+        if proof.verdict is not Verdict.PASS:
+            pytest.skip(f"{proof.verdict.value}: {proof.reason}")
+
+    return prove_by
+
+
+def _hand_over(request: pytest.FixtureRequest, results: list[CheckResult]) -> None:
+    plain = [dataclasses.asdict(result) for result in results]
+    request.node.user_properties.append((_RESULTS, json.dumps(plain)))
 
 
 @pytest.hookimpl(trylast=True)
@@ -197,11 +240,20 @@ class _Collector:
         self.run = run
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
-            for name, value in report.user_properties:
-                if name == _RESULTS:
-                    self.run.is_conformance = True
-                    self.run.results += map(_result, json.loads(str(value)))
+        if report.when != "call":
+            return
+        for name, value in report.user_properties:
+            if name == _RESULTS:
+                self._record([_result(plain) for plain in json.loads(str(value))])
+            elif name == _PROOF:
+                plain = json.loads(str(value))
+                self.run.proofs.append(Proof(**{**plain, "verdict": Verdict(plain["verdict"])}))
+
+    def _record(self, results: list[CheckResult]) -> None:
+        """Note what a case gave, once: contracts and other workers hand it over again."""
+        self.run.is_conformance = True
+        self.run.results += [one for one in results if one.id not in self.run.recorded]
+        self.run.recorded.update(one.id for one in results)
 
 
 def _result(plain: dict[str, Any]) -> CheckResult:
@@ -241,4 +293,5 @@ def _report(config: pytest.Config, run: _Run) -> Report:
         profile=config.getoption("profile"),
         seed=config.getoption("seed"),
         megatron_path=str(run.megatron.folder) if run.megatron else "",
+        contracts=tuple(contract_results(run.proofs)),
     )

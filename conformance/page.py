@@ -45,6 +45,7 @@ def render_page(reports: Sequence[Report], *, not_run: Mapping[str, str] | None 
         facts=terminal.facts,
         counts=terminal.counts,
         worst_line=terminal.worst_line,
+        contracts_line=terminal.contracts_line,
         shape=terminal.shape,
     )
 

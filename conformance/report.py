@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from .contracts import ContractResult
 from .page import render_page
 from .verdict import CheckResult, Verdict, count
 
@@ -39,7 +40,7 @@ class Report:
         transport: `cpu`, `gpu` and so on. dtype: of the model.
         stock: nothing of ours was bound to Megatron's modules.
         seconds: wall time of the run.
-        cases: one entry a check, in the order they ran.
+        cases: one entry a check, in the order they ran. contracts: those that were looked at.
     """
 
     implementation: str
@@ -54,6 +55,7 @@ class Report:
     profile: str = "default"
     seed: int = 0
     megatron_path: str = ""
+    contracts: tuple[ContractResult, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(self._plain(), indent=1, allow_nan=False) + "\n"
@@ -85,6 +87,16 @@ class Report:
             "profile": self.profile,
             "seed": self.seed,
             "megatron_path": self.megatron_path,
+            "contracts": [
+                {
+                    "name": one.name,
+                    "promise": one.promise,
+                    "verdict": one.verdict,
+                    "cases": dict(one.cases),
+                    "reason": one.reason,
+                }
+                for one in self.contracts
+            ],
         }
 
 
@@ -176,15 +188,34 @@ def _report(data: object, source: str) -> Report:
         megatron_path=(
             _value(data, "megatron_path", str, source) if "megatron_path" in data else ""
         ),
+        contracts=tuple(
+            _contract_result(item, f"{source}: contracts[{index}]")
+            for index, item in enumerate(
+                _value(data, "contracts", list, source) if "contracts" in data else ()
+            )
+        ),
     )
+
+
+def _contract_result(data: object, source: str) -> ContractResult:
+    if not isinstance(data, dict):
+        raise ReportError(f"{source} is {_short(data)}, not an object")
+    cases = _value(data, "cases", dict, source)
+    result = ContractResult(
+        name=_value(data, "name", str, source),
+        promise=_value(data, "promise", str, source),
+        cases={id: _verdict(cases, id, f"{source}: cases") for id in cases},
+        reason=_value(data, "reason", str, source),
+    )
+    if _verdict(data, "verdict", source) is not result.verdict:
+        said = _short(data["verdict"])
+        raise ReportError(f"{source}: 'verdict' is {said}, but its cases give {result.verdict}")
+    return result
 
 
 def _check_result(data: object, source: str) -> CheckResult:
     if not isinstance(data, dict):
         raise ReportError(f"{source} is {_short(data)}, not an object")
-    verdict = _value(data, "verdict", str, source)
-    if verdict not in {known.value for known in Verdict}:
-        raise ReportError(f"{source}: 'verdict' is {_short(verdict)}, not {'/'.join(Verdict)}")
     return CheckResult(
         id=_value(data, "id", str, source),
         check=_value(data, "check", str, source),
@@ -192,13 +223,20 @@ def _check_result(data: object, source: str) -> CheckResult:
         world=_value(data, "world", int, source),
         cp=_integers(data, "cp", source),
         padding=_value(data, "padding", str, source),
-        verdict=Verdict(verdict),
+        verdict=_verdict(data, "verdict", source),
         error=_number_or_none(data, "error", source),
         budget=_number_or_none(data, "budget", source),
         where=_value(data, "where", str, source),
         reason=_value(data, "reason", str, source),
         rerun=_value(data, "rerun", str, source),
     )
+
+
+def _verdict(data: Mapping[str, object], key: str, source: str) -> Verdict:
+    verdict = _value(data, key, str, source)
+    if verdict not in {known.value for known in Verdict}:
+        raise ReportError(f"{source}: {key!r} is {_short(verdict)}, not {'/'.join(Verdict)}")
+    return Verdict(verdict)
 
 
 def _present(data: Mapping[str, object], key: str, source: str) -> object:

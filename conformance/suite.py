@@ -31,9 +31,18 @@ class Suite:
     builder: TaskBuilder
     rerun: str = "python -m tools verify --case"
     _truths: dict[tuple[object, ...], Outputs] = field(default_factory=dict)
+    _known: dict[Case, list[CheckResult]] = field(default_factory=dict, init=False)
 
     def verify(self, case: Case) -> list[CheckResult]:
-        """Run a case and judge it; whatever goes wrong is a verdict, nothing raises."""
+        """Run a case and judge it; whatever goes wrong is a verdict, nothing raises.
+
+        Asked again, it answers what it found the first time.
+        """
+        if case not in self._known:
+            self._known[case] = self._verdicts(case)
+        return self._known[case]
+
+    def _verdicts(self, case: Case) -> list[CheckResult]:
         try:
             return self._verify(case)
         except Exception as error:  # noqa: BLE001 - of the suite; the case must stay in the report

@@ -15,6 +15,7 @@ from .matrix import NOTHING, SYMBOLS, Cell, Kind
 from .verdict import CheckResult, Verdict, count
 
 if TYPE_CHECKING:
+    from .contracts import ContractResult
     from .report import Report
 
 KINDS_SHOWN = 10
@@ -59,7 +60,7 @@ def print_reports(
         _line(console)
         if len(reports) > 1:
             _line(console, f"{label}: {facts(report)}", "bold")
-        _print_footer(console, report.cases, report.seconds, html)
+        _print_footer(console, report, html)
     if not_run:
         _line(console)
     for name, why in (not_run or {}).items():
@@ -148,11 +149,12 @@ def _styled(cell: Cell, text: str) -> Text:
     return Text(text, style=_STYLES[cell.verdict] if cell.verdict else "dim")
 
 
-def _print_footer(
-    console: Console, results: Sequence[CheckResult], seconds: float, html: str
-) -> None:
-    _line(console, counts(results) + f", {seconds:.1f} s")
+def _print_footer(console: Console, report: Report, html: str) -> None:
+    results = report.cases
+    _line(console, counts(results) + f", {report.seconds:.1f} s")
     _line(console, worst_line(results))
+    if report.contracts:
+        _line(console, contracts_line(report.contracts))
     for verdict in (Verdict.UNSUPPORTED, Verdict.SKIPPED):
         _print_kinds(console, results, verdict, html)
     _print_kinds(console, results, Verdict.FAIL, html)
@@ -166,6 +168,21 @@ def counts(results: Sequence[CheckResult]) -> str:
     )
     cases = _plural(matrix.number_of_cases(results), "case")
     return f"{cases}, {_plural(len(results), 'check')}: {by_verdict}"
+
+
+def contracts_line(contracts: Sequence[ContractResult]) -> str:
+    """What became of each contract; one that is not kept names the first case."""
+    return f"contracts: {', '.join(map(_contract, contracts))}"
+
+
+def _contract(result: ContractResult) -> str:
+    verdict, verdicts = result.verdict, list(result.cases.values())
+    words = f"{result.name} {SYMBOLS[verdict]}"
+    if verdict is Verdict.FAIL:
+        return f"{words} {result.first}"
+    if set(verdicts) == {verdict}:
+        return words
+    return f"{words} {verdicts.count(verdict)}/{len(verdicts)}"
 
 
 def worst_line(results: Sequence[CheckResult]) -> str:

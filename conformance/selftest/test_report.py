@@ -22,6 +22,7 @@ def test_json_has_exactly_the_promised_keys() -> None:
     assert list(data) == [
         "schema", "implementation", "megatron", "torch", "python", "transport", "dtype", "stock",
         "seconds", "cases", "summary", "profile", "seed", "megatron_path",
+        "contracts",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert data["summary"] == {"pass": 0, "fail": 1, "unsupported": 0, "skipped": 0}
