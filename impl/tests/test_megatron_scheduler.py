@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,11 @@ from impl.megatron import scheduler
 from impl.megatron.probe import UnsupportedMegatron
 from impl.plan import Plan
 from impl.planner import make_plan
+
+needs_scheduler = pytest.mark.skipif(
+    find_spec("megatron.core.pipeline_parallel.hybrid_cp_schedule") is None,
+    reason="this megatron-core has no BalancedCPScheduler",
+)
 
 
 def plan_of(seqlens, *, cap, world_size, barriered=True, tp_size=1, **bounds) -> Plan:
@@ -26,6 +32,7 @@ def queues_of(plan: Plan, *, world_size: int) -> list[list[int]]:
     return [[sample for group in queue for sample in group.samples] for queue in groups]
 
 
+@needs_scheduler
 @pytest.mark.parametrize("barriered", [True, False])
 @pytest.mark.parametrize(
     ("seqlens", "cap", "world_size", "queues"),
@@ -43,6 +50,7 @@ def test_ranks_run_the_queues_of_megatron(seqlens, cap, world_size, queues, barr
     assert queues_of(plan, world_size=world_size) == queues
 
 
+@needs_scheduler
 @pytest.mark.parametrize(
     ("seqlens", "cap", "asked", "queues"),
     [
@@ -58,17 +66,20 @@ def test_samples_are_padded_as_asked_before_the_cap_is_taken(seqlens, cap, asked
     assert queues_of(plan_of(seqlens, cap=cap, world_size=4, **asked), world_size=4) == queues
 
 
+@needs_scheduler
 def test_each_sample_is_a_pass_of_its_own_and_barriers_are_filled_up() -> None:
     plan = plan_of((5, 13, 24, 1), cap=16, world_size=4)
     packs = [[group.samples for group in one.groups] for one in plan.micro_batches]
     assert packs == [[(2,), (1,), (0,)], [(), (), (), (3,)]]
 
 
+@needs_scheduler
 def test_rank_goes_on_alone_without_barriers() -> None:
     plan = plan_of((5, 13, 24, 1), cap=16, world_size=4, barriered=False)
     assert [len(plan.for_rank(rank)) for rank in range(4)] == [1, 1, 1, 2]
 
 
+@needs_scheduler
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(
     seqlens=st.lists(st.integers(1, 64), min_size=1, max_size=20),
@@ -89,6 +100,7 @@ def test_every_batch_on_up_to_eight_ranks_makes_a_plan(
 MISALIGNED = [3632, 15412, 223, 13656, 2130, 17, 5427, 3503, 5391, 3473, 3476, 1204, 9611, 5624]
 
 
+@needs_scheduler
 @pytest.mark.parametrize(
     ("seqlens", "world_size", "words"),
     [
