@@ -19,9 +19,13 @@ from conformance.protocol import Outputs, RankContext, Task
 from .faults import FAULTS
 
 PRELOAD = production.PRELOAD
+SUPPORTS = production.SUPPORTS
 WATCH = (
     *production.WATCH,
     "megatron.core.models.common.embeddings.rope_utils",
+    "impl.balance",
+    "impl.engine",
+    "impl.engine.Engine",
     "impl.forward",
     "impl.groups",
     "impl.groups.CPGroups",
@@ -30,14 +34,18 @@ WATCH = (
     "impl.loss",
     "impl.megatron.attention",
     "impl.megatron.attention.ExactAttention",
+    "impl.megatron.bind",
+    "impl.megatron.training",
     "impl.merge",
     "impl.planner",
     "impl.schedule",
     "impl.split",
+    "impl.state",
     "impl.thd",
     "impl.validate",
     "conformance.adapters.impl.Rank",
     "conformance.adapters.impl._ModelRun",
+    "conformance.adapters.impl_engine._EngineRun",
 )
 
 

@@ -11,6 +11,7 @@ import torch
 from conformance.adapters.reference import oracle
 from conformance.build import TaskBuilder
 from conformance.case import parse_case
+from conformance.contracts import CONTRACTS, Contract
 from conformance.pool import RankPools
 from conformance.selftest.faults import FAULTS, Fault
 from conformance.selftest.faulty import FaultyBuilder
@@ -28,6 +29,14 @@ PASSING = (
     "uneven-4ranks-cp2-teach-entropy-qwen3",
     "refused_emptysequence-4ranks-cp2",
 )
+BROKEN_BY = {
+    "groups": "group_has_too_few_members",
+    "bind and restore": "group_is_put_back_only_if_nothing_raises",
+    "positions": "positions_run_through_the_pack",
+    "padding": "nan_times_zero",
+    "scale": "groups_weigh_by_their_cp_size",
+    "CP size 1": "static_group_at_cp_size_1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +74,14 @@ def test_fault_is_caught_and_named(suite: Suite, fault: Fault) -> None:
     right = suite.verify(case)
     assert failed(right) == {}
     assert exit_status(right) == 0
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=BROKEN_BY)
+def test_contract_is_broken_by_a_fault(suite: Suite, contract: Contract) -> None:
+    fault = FAULTS[BROKEN_BY[contract.name]]
+    results = with_fault(suite, fault).verify(parse_case(fault.case))
+    proof = contract.proof(fault.case, results)
+    assert (proof.verdict, bool(proof.reason)) == (Verdict.FAIL, True)
 
 
 @pytest.mark.parametrize("id", PASSING)

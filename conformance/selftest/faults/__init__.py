@@ -3,10 +3,10 @@
 Each module holds the faults of one step of a batch's journey.
 """
 
-from . import attention, layout, loss, merge, ranks, refusals
+from . import attention, layout, loss, merge, parallel, plans, ranks, refusals
 from .fault import Fault
 
-_STEPS = (refusals, layout, attention, loss, merge, ranks)
+_STEPS = (refusals, layout, attention, loss, merge, plans, parallel, ranks)
 FAULTS = {
     fault.name: fault
     for step in _STEPS
