@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-OURS = ("reference", "impl", "conformance", "tools")
+OURS = ("reference", "impl", "conformance", "tools", "examples")
 MAX_LINES = 300
 
 _MEGATRON = frozenset({"megatron", "transformer_engine", "transformer_engine_torch", "flash_attn"})
@@ -57,6 +57,7 @@ RULES = (
     _rule("impl/tests", None, "impl"),
     _rule("impl/megatron/tests", None, "impl"),
     _rule("tools/tests", None, *OURS),
+    _rule("examples/tests", None, "examples", "impl", "reference"),
     _rule("conformance/selftest", None, "conformance", "reference", "impl"),
     _rule("reference", {"torch"}, "reference"),
     _rule("impl/megatron", _IMPL | _MEGATRON, "impl"),
@@ -67,6 +68,7 @@ RULES = (
     _rule("conformance/adapters", None, "conformance"),
     _rule("conformance", {"torch", "pytest", "hypothesis", "rich", "jinja2"}, "conformance"),
     _rule("tools", None, *OURS),
+    _rule("examples", {"torch", "yaml", "rich", "matplotlib"}, "examples", "impl", "reference"),
 )
 
 
