@@ -43,7 +43,10 @@ def merge_step(
     Returns:
         jagged [whole batch, L, ...], bit for bit the same on every rank.
     """
-    route = _route(plan, dp_cp_group)
+    if not outputs[0]:
+        return {}
+    device = next(iter(outputs[0].values())).device
+    route = _route(plan, dp_cp_group, device)
     return {
         name: jagged(_merge([one[name].values() for one in outputs], route), plan.seqlens)
         for name in outputs[0]
@@ -103,11 +106,13 @@ class _Route:
     dp_cp_group: dist.ProcessGroup
 
 
-def _route(plan: Plan, dp_cp_group: dist.ProcessGroup) -> _Route:
+def _route(plan: Plan, dp_cp_group: dist.ProcessGroup, device: torch.device) -> _Route:
     rank = dp_cp_group.rank()
     mine = [pair for pair in _tokens_of_groups(plan) if rank in pair[0].ranks]
     groups, tokens = zip(*mine, strict=True) if mine else ((), ())
-    return _Route(*merge_slots(plan), groups, tokens, dp_cp_group)
+    slots, rows = merge_slots(plan)
+    there = [one.to(device, non_blocking=True) for one in (slots, *tokens)]
+    return _Route(there[0], rows, groups, tuple(there[1:]), dp_cp_group)
 
 
 def _merge(values: Sequence[Tensor], route: _Route) -> Tensor:
@@ -127,10 +132,10 @@ class _Merge(torch.autograd.Function):
         sent = torch.cat([values[0][:0], *shares])
         level = torch.cat([sent, sent.new_zeros(route.rows - len(sent), *sent.shape[1:])])
         gathered = all_gather(level, route.dp_cp_group)
-        return gathered.index_select(0, route.slots.to(gathered.device))
+        return gathered.index_select(0, route.slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own = [grad.index_select(0, tokens.to(grad.device)) for tokens in ctx.tokens]
+        own = [grad.index_select(0, tokens) for tokens in ctx.tokens]
         of_padding = [grad[:0]] * (ctx.num_values - len(own))
         return None, *own, *of_padding

@@ -14,8 +14,9 @@ def jagged(values: Tensor, seqlens: Tensor | tuple[int, ...]) -> Tensor:
     >>> [row.tolist() for row in jagged(torch.arange(3), (1, 2)).unbind()]
     [[0], [1, 2]]
     """
-    lengths = torch.as_tensor(seqlens, dtype=torch.int64, device=values.device)
+    lengths = torch.as_tensor(seqlens, dtype=torch.int64)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    offsets = offsets.to(values.device, non_blocking=True)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
@@ -64,6 +65,5 @@ def next_token_labels(values: Tensor, seqlens: tuple[int, ...], *, fill: int) ->
     [6, 7, -100, -100]
     """
     labels = values.roll(-1, 0)
-    ends = torch.tensor(seqlens, dtype=torch.int64, device=values.device).cumsum(0) - 1
-    labels[ends] = fill
-    return labels
+    ends = torch.tensor(seqlens, dtype=torch.int64).cumsum(0) - 1
+    return labels.index_fill_(0, ends.to(values.device, non_blocking=True), fill)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -14,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+import impl
 from impl.config import DynamicCPConfig
-from impl.engine import Engine
+from impl.engine import Engine, StepResult
 from impl.groups import PlanMismatch
 from impl.logprobs import logprobs_and_entropy
 from impl.loss import prediction_weights, weighted_sum
@@ -31,6 +34,7 @@ from reference.config import ModelConfig, weight_shapes
 ENTROPY_COEFF = 0.3
 DP_ONLY = ParallelLayout()
 TOP_K = 3
+IMPL = Path(impl.__file__).parent
 LIMIT = timedelta(seconds=60)
 CONFIG = DynamicCPConfig(max_seqlen_per_dp_cp_rank=24, scheduler="balanced")
 
@@ -137,6 +141,7 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
         packs: list[PackedRow] = []
         result = step(logits_processor=_outputs, on_pack=packs.append)
         gradients = engine.gradients()
+        synchronised = _synchronised(step) if device.type == "cuda" else ()
         without = step(logits_processor=_outputs, forward_only=True)
         return {
             "loss": result.loss,
@@ -146,8 +151,37 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
             "gradients": gradients,
             "gradients_after_forward_only": engine.gradients(),
             "num_packs": len(packs),
+            "synchronised": synchronised,
             "refused": {name: _words(engine, batch, plan) for name, plan in _wrong(case)},
         }
+
+
+def _synchronised(step: Callable[..., StepResult]) -> tuple[str, ...]:
+    """Where the host waits for a GPU in a step whose index maps are known, in our own code.
+
+    Calls of torch and what answers for Megatron's (`impl.megatron.cpu`) count for their callers.
+    """
+    places: list[str] = []
+
+    def note(*_: Any) -> None:
+        callers = [frame for frame in traceback.extract_stack()[:-1] if not _is_between(frame)]
+        if Path(callers[-1].filename).is_relative_to(IMPL):
+            places.append(f"{Path(callers[-1].filename).name}:{callers[-1].lineno}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note  # type: ignore[assignment]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step(logits_processor=_outputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return tuple(places)
+
+
+def _is_between(frame: traceback.FrameSummary) -> bool:
+    path = Path(frame.filename)
+    return "torch" in path.parts or path.name in ("warnings.py", "cpu.py")
 
 
 def _wrong(case: Case) -> Iterator[tuple[str, Plan]]:

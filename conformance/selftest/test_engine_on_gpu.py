@@ -43,6 +43,11 @@ def test_gradients_and_loss_are_those_of_the_unsharded_batch(results) -> None:
             assert error_of(rank["gradients"][name], gradient) <= BUDGET, name
 
 
+def test_host_waits_for_the_gpu_once_for_the_lengths(results) -> None:
+    for rank in results:
+        assert [place.partition(":")[0] for place in rank["synchronised"]] == ["split.py"]
+
+
 def test_outputs_come_in_input_order_on_every_rank(results) -> None:
     expected = expected_of(CASE)
     for rank in results:

@@ -62,14 +62,17 @@ class ExactAttention(nn.Module):
     ) -> Tensor:
         """query [T, H, D], key and value [T, G, D] → [T, H * D].
 
-        `packed_seq_params.layout` names the layout if it is not the zigzag.
+        `packed_seq_params.layout` names the layout if it is not the zigzag, and `padded_lengths`
+        has the lengths of `cu_seqlens_q_padded` where they are on the host already.
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("ExactAttention takes packed sequences (qkv_format='thd') only")
         group = packed_seq_params.cp_group
         cp_size, cp_rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
-        padded = tuple(length for length in lengths if length)  # a repeated offset is no sequence
+        padded = getattr(packed_seq_params, "padded_lengths", None)
+        if padded is None:
+            lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
+            padded = tuple(each for each in lengths if each)  # a repeated offset is no sequence
         layout = getattr(packed_seq_params, "layout", "zigzag")
         if cp_size > 1:
             key, value = gather_distinct(torch.stack([key, value], 1), group).unbind(1)

@@ -44,6 +44,7 @@ def packed_seq_params(
         max_seqlen_kv=longest,
     )
     params.cp_group = cp_group
+    params.padded_lengths = index.padded  # on the host, for `impl.megatron.attention`
     if features().size_beside_group:
         params.local_cp_size = cp_group.size()
     if cu_seqlens == "real":
