@@ -31,8 +31,9 @@ LossFn = Callable[
     [Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]
 ]
 """Outputs and inputs of a CP group's sequences (jagged, by name) → its part of the loss of the
-batch, and its parts of any metrics. Parts of all groups are added up, with nothing to divide by:
-weights made by `impl.loss.prediction_weights` before the batch is cut see to that."""
+batch, and its parts of any metrics, scalars. Parts of all groups are added up, with nothing to
+divide by: weights made by `impl.loss.prediction_weights` or `own_weights` before the batch is cut
+see to that. Of a pack of padding, which has no sequence, what it returns is not used."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,15 @@ class Engine:
             return self._result(reports, plan)
 
     def optimizer_step(self) -> float | None:
-        """Megatron's optimizer on the gradients that are there; their norm before clipping."""
-        assert self.optimizer is not None, "the engine was made without an optimizer"
+        """Megatron's optimizer on the gradients that are there.
+
+        Returns:
+            their norm before clipping.
+        Raises:
+            ValueError: the engine was made without an optimizer.
+        """
+        if self.optimizer is None:
+            raise ValueError("there is no optimizer: make the engine with optimizer={'lr': ...}")
         with training_mode(self.state.device):
             _, norm, _ = self.optimizer.step()
         return None if norm is None else float(norm)
@@ -250,6 +258,9 @@ class Engine:
         """What Megatron asks of a loss function: two values or three."""
         outputs = process_logits(logits, one.packed, logits_processor)
         loss, metrics = loss_fn(outputs, one.inputs)
+        if not one.packed.index.seqlens:
+            loss = torch.zeros_like(loss)
+            metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
         values = {"loss": loss.detach(), **metrics}
         report = _Report(values, {name: output.detach() for name, output in outputs.items()})
         connected = loss + logits.flatten()[:0].sum()  # a constant 0 would hang the other stages

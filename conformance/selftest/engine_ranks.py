@@ -153,6 +153,7 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
             "num_packs": len(packs),
             "synchronised": synchronised,
             "refused": {name: _words(engine, batch, plan) for name, plan in _wrong(case)},
+            "no_optimizer": _words_of(engine.optimizer_step),
         }
 
 
@@ -197,8 +198,13 @@ def _wrong(case: Case) -> Iterator[tuple[str, Plan]]:
 
 
 def _words(engine: Engine, batch: Mapping[str, Tensor], plan: Plan) -> str:
+    step = partial(engine.forward_backward_batch, batch, _loss, plan=plan)
+    return _words_of(partial(step, logits_processor=_outputs))
+
+
+def _words_of(call: Callable[[], object]) -> str:
     try:
-        engine.forward_backward_batch(batch, _loss, plan=plan, logits_processor=_outputs)
+        call()
     except (ValueError, PlanMismatch) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
@@ -217,4 +223,5 @@ def _loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     values = -outputs["logprobs"].values() - ENTROPY_COEFF * outputs["entropy"].values()
     weights = inputs["weights"].values()
-    return weighted_sum(values, weights), {"valid": weights.count_nonzero()}
+    nothing = values.mean() * 0  # NaN where there is no sequence
+    return weighted_sum(values, weights) + nothing, {"valid": weights.count_nonzero()}

@@ -231,3 +231,8 @@ def test_ranks_run_as_many_packs_as_they_need_where_nothing_forbids_it(results) 
 def test_plan_that_cannot_be_run_is_refused_on_every_rank(results, name, plan, words) -> None:
     for rank in results[name]:
         assert rank["refused"][plan].startswith(words)
+
+
+def test_step_without_an_optimizer_says_how_to_get_one(results) -> None:
+    for rank in results["mixed"]:
+        assert rank["no_optimizer"].startswith("ValueError: there is no optimizer: make the")
