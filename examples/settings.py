@@ -146,7 +146,7 @@ def _section(name: str, kind: type[Section], values: Mapping[str, Any]) -> Secti
     _check_names(f"{name}: ", section, known={field.name for field in of_kind}, needed=needed)
     try:
         return kind(**{key: _as_tuple(value) for key, value in section.items()})
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the latter if text is compared with a number
         raise ValueError(f"{name}: {error}") from error
 
 

@@ -39,6 +39,7 @@ from examples.reference_run import train_reference
 from examples.settings import Settings, read_settings
 from impl.engine import Engine, open_parallel_state
 from impl.loss import weighted_sum
+from impl.megatron.probe import UnsupportedMegatron
 from impl.megatron.training import tensor_parallel_group
 from impl.plan import Plan
 from impl.vocab_parallel import vocab_parallel_logprobs
@@ -56,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = read_settings(options.config, options.set)
         settings.check_ranks(WORLD_SIZE)
         documents = read_documents(settings.batch, vocab_size=settings.model.vocab_size)
-    except (ValueError, OSError) as error:
-        console.print(f"{options.config}: {error}", style="red", markup=False, highlight=False)
+    except (ValueError, OSError, UnsupportedMegatron) as error:
+        said = f"{options.config}: {error}"
+        console.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     with joined_ranks() as device:
         history = train(settings, documents, device, console)

@@ -25,6 +25,7 @@ YAML = Path(__file__).resolve().parents[1] / "train.yaml"
         ("model.num_layer=2", "model: unknown num_layer; known are activation, "),
         ("model.num_heads=7", "model: num_heads=7 is not a multiple of num_kv_heads=2"),
         ("model.hidden_size=wide", "model: hidden_size='wide' must be an integer"),
+        ("model.rope_theta=high", "model: '<' not supported between instances of"),
         ("dynamic_cp.scheduler=fast", "dynamic_cp: scheduler='fast' is not one of"),
         ("dynamic_cp={}", "dynamic_cp: max_seqlen_per_dp_cp_rank missing"),
         ("parallel.tp_size=0", "parallel: tp_size=0 must be a whole number"),
