@@ -26,7 +26,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .protocol import ALONE, ModelImplementation, Outputs, Parallel, RankContext, Task
+from .protocol import (
+    ALONE,
+    ModelImplementation,
+    Outputs,
+    Parallel,
+    RankContext,
+    Task,
+    Unsupported,
+)
 from .rank_error import RankError, from_exception
 from .state_watch import Snapshot, StateWatch
 from .wire import Channel, decode, encode
@@ -126,6 +134,8 @@ class _Rank:
             timeout=timeout,
         )
         module = importlib.import_module(setup.implementation)
+        if not hasattr(module, "open_rank"):
+            raise Unsupported(f"{setup.implementation} offers no open_rank: it runs no model")
         context = RankContext(
             setup.rank, setup.world_size, setup.timeout_s, setup.options, setup.parallel
         )

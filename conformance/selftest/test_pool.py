@@ -328,6 +328,12 @@ def test_ranks_that_all_fail_to_open_say_so_for_every_task(pools: RankPools) -> 
     assert len(pool.pids) == 2
 
 
+def test_implementation_of_index_logic_alone_is_unsupported(pools: RankPools) -> None:
+    (error,) = errors(pools.pool("conformance.adapters.impl_index", 1).run(task("alone")))
+    assert error.kind == "unsupported"
+    assert "conformance.adapters.impl_index offers no open_rank: it runs no" in error.message
+
+
 def test_one_rank_that_fails_to_open_is_blamed(pools: RankPools) -> None:
     replies = pools.pool(FAKE, 2, options={"open": "fails on 1"}).run(task("alone"))
     assert kinds(replies) == ["timeout", "raised"]
