@@ -30,6 +30,7 @@ def run_suite(arguments: Sequence[str], *, report_dir: Path) -> int:
         of_pytest = pytest.main(
             [
                 "conformance/test_conformance.py",
+                "conformance/test_contracts.py",
                 "-p",
                 "no:cacheprovider",
                 "--tb=no",  # the table says what failed; both come back with --tb=short -rf
