@@ -207,3 +207,31 @@ def logits_divided_in_place(patch: MonkeyPatch) -> None:
 def _in_place(original: Any, logits: Tensor, labels: Tensor, temperature: Tensor) -> Any:
     logits.div_(temperature.unsqueeze(-1))
     return original(logits, labels, temperature=torch.ones_like(temperature))
+
+
+@fault(
+    "d2l-ai/d2l-en#2707",
+    case="lens7_9_5-4ranks-cp2-seqsum",
+    says={"loss": "expected", "gradients": "times the truth"},
+)
+def sum_of_a_sequence_averaged(patch: MonkeyPatch) -> None:
+    """Sequences are averaged over their tokens, though their sums were asked for."""
+    _aggregate(patch, "sequence-mean-token-mean")
+
+
+@fault(
+    "google/tunix#1662",
+    case="lens7_9_5-4ranks-cp4-seqmean",
+    says={"loss": "expected", "gradients": "times the truth"},
+)
+def pack_taken_for_one_sequence(patch: MonkeyPatch) -> None:
+    """A mean over sequences knows packs only, so all tokens of a pack weigh the same."""
+    _aggregate(patch, "token-mean")
+
+
+def _aggregate(patch: MonkeyPatch, aggregation: str) -> None:
+    wrap(
+        patch,
+        "impl.loss.prediction_weights",
+        lambda original, mask, **_: original(mask, aggregation=aggregation),
+    )
