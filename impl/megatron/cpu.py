@@ -84,22 +84,24 @@ class _NoRandomness:
     def set_states(self, _: Any) -> None: ...
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
 _Answers = tuple[tuple[Any, str, Any], ...]
 
+# Each is a function of its own: dynamo, if it is imported meanwhile, refuses one for two.
 _CPU_ANSWERS: _Answers = (
-    (torch.cuda, "synchronize", _nothing),  # exchange of shapes between pipeline stages
+    (
+        torch.cuda,
+        "synchronize",
+        lambda *_, **__: None,
+    ),  # exchange of shapes between pipeline stages
     (torch.cuda, "is_current_stream_capturing", lambda: False),
     (torch.cuda, "current_stream", lambda *_, **__: _NoStream()),  # reduction of gradients
     (torch.cuda, "Stream", lambda *_, **__: _NoStream()),
     (torch.cuda, "Event", lambda *_, **__: _NoStream()),
     (torch.cuda, "stream", lambda _: nullcontext()),
     (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),  # recomputation
-    (torch.cuda, "set_rng_state", _nothing),
+    (torch.cuda, "set_rng_state", lambda *_, **__: None),
     (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-    (random, "_set_cuda_rng_state", _nothing),
+    (random, "_set_cuda_rng_state", lambda *_, **__: None),
 )
 _FLOAT64_ANSWERS: _Answers = (
     (random, "_CUDA_RNG_STATE_TRACKER", _NoRandomness()),  # sequence parallelism
