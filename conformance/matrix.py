@@ -1,4 +1,4 @@
-"""What a report shows, as plain data: cells of padding case by CP size, and kinds of failure.
+"""What a report shows, as plain data: padding case by CP size, layouts, and kinds of failure.
 
 Terminal and page both draw from here, so they cannot disagree. Nothing here imports torch: a
 report is read and drawn where no torch is installed.
@@ -21,6 +21,10 @@ NOTHING = "·"
 
 # What one bad check does to its case, and one bad case to its cell: the worst comes first.
 _WORST_FIRST = (Verdict.FAIL, Verdict.UNSUPPORTED, Verdict.SKIPPED, Verdict.PASS)
+_LAYOUT = re.compile(
+    r"uniform|balanced|megatron|schedulers|"
+    r"((^|-)(tp\d+|sp|pp\d+|vpp\d+|static\d+|recompute|distopt))+"
+)
 _NUMBER = re.compile(r"(?<![A-Za-z])[-+]?(?:nan|inf)(?![A-Za-z])|[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -49,6 +53,11 @@ class Cell:
         if self.verdict is Verdict.FAIL or self.count < self.total:
             return f"{self.symbol} {self.count}/{self.total}"
         return self.symbol
+
+    @property
+    def counted(self) -> str:
+        """The same, with the number of cases where all are alike."""
+        return f"{self.symbol} {self.total}" if self.text == self.symbol != NOTHING else self.text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +92,15 @@ def _column_order(column: str) -> tuple[int, int]:
 
 
 def paddings(results: Iterable[CheckResult]) -> tuple[str, ...]:
-    """The rows of the matrix, in the order in which they ran."""
-    return tuple(dict.fromkeys(result.padding for result in results))
+    """The rows of the matrix, in the order of the report."""
+    names = dict.fromkeys(result.padding for result in results)
+    return tuple(name for name in names if not _LAYOUT.fullmatch(name))
+
+
+def layouts(results: Iterable[CheckResult]) -> tuple[str, ...]:
+    """The schedulers and parallel layouts of a report, whose CP sizes are many."""
+    names = dict.fromkeys(result.padding for result in results)
+    return tuple(name for name in names if _LAYOUT.fullmatch(name))
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict | None:
@@ -99,6 +115,15 @@ def cells(results: Iterable[CheckResult]) -> dict[tuple[str, str], Cell]:
     for result in results:
         inside.setdefault((result.padding, cp_column(result)), []).append(result)
     return {place: _cell(members) for place, members in inside.items()}
+
+
+def layout_cells(results: Iterable[CheckResult]) -> dict[str, Cell]:
+    """One cell for every scheduler and parallel layout."""
+    results = list(results)
+    return {
+        name: _cell([result for result in results if result.padding == name])
+        for name in layouts(results)
+    }
 
 
 def _cell(results: Sequence[CheckResult]) -> Cell:

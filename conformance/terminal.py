@@ -51,10 +51,12 @@ def print_reports(
     if len(reports) == 1:
         _line(console, facts(reports[0]))
         console.print(_matrix_of_one(reports[0]))
+        _print_layouts(console, reports)
         _line(console, f"{_LEGEND}\nn/m: so many of the cell's m cases")
     elif reports:
         for table in _matrix_of_versions(reports, console.width):
             console.print(table)
+        _print_layouts(console, reports)
         _line(console, f"m: CP sizes mixed in one batch\n{_LEGEND}")
     for report, label in zip(reports, column_labels(reports), strict=True):
         _line(console)
@@ -136,6 +138,22 @@ def _matrix_of_versions(reports: Sequence[Report], width: int) -> Iterator[Table
             )
             table.add_row(Text(padding), *(_symbols(row, short) for row in rows))
         yield table
+
+
+def _print_layouts(console: Console, reports: Sequence[Report]) -> None:
+    """Schedulers and parallel layouts: a row for each, a column for every report."""
+    found = [matrix.layout_cells(report.cases) for report in reports]
+    names = dict.fromkeys(name for cells in found for name in cells)
+    if not names:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("layout", overflow="fold")
+    for label in column_labels(reports) if len(reports) > 1 else ["cases"]:
+        table.add_column(Text(label), no_wrap=True)
+    for name in names:
+        row = [cells.get(name, Cell()) for cells in found]
+        table.add_row(Text(name), *(_styled(cell, cell.counted) for cell in row))
+    console.print(table)
 
 
 def _symbols(row: Sequence[Cell], headers: Sequence[str]) -> Text:

@@ -5,6 +5,8 @@ import math
 import pytest
 
 from conformance import matrix
+from conformance.lengths import COLUMNS
+from conformance.profiles import rows
 from conformance.selftest.report_samples import failure, result
 from conformance.verdict import Verdict
 
@@ -78,3 +80,27 @@ def test_failures_that_differ_in_numbers_are_one_kind() -> None:
 
     assert (first.cases, first.smallest.id, first.checks) == (3, "c", ("logits", "gradients"))
     assert (second.cases, second.smallest.id) == (1, "d")
+
+
+def test_layouts_stand_apart_from_padding_cases_with_the_cases_they_have() -> None:
+    results = [
+        result("a", padding="ragged"),
+        result("b", padding="tp2-sp"),
+        result("c", padding="tp2-sp", cp=(4,)),
+        result("d", padding="balanced", cp=(1, 4)),
+        failure("e", padding="pp2-vpp2-static2"),
+        result("f", padding="own"),
+    ]
+    cells = matrix.layout_cells(results)
+
+    assert matrix.paddings(results) == ("ragged", "own")
+    assert {name: cell.counted for name, cell in cells.items()} == {
+        "tp2-sp": "✓ 2",
+        "balanced": "✓ 1",
+        "pp2-vpp2-static2": "✗ 1/1",
+    }
+
+
+def test_every_row_that_is_no_padding_case_is_a_layout() -> None:
+    results = [result(padding=name) for name in rows()]
+    assert set(matrix.paddings(results)) == {*COLUMNS, "own"}

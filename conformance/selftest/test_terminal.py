@@ -136,3 +136,16 @@ def test_rerun_line_is_never_wrapped_nor_read_as_markup() -> None:
 )
 def test_column_is_named_by_what_tells_it_from_the_others(changes, labels: list[str]) -> None:
     assert column_labels([report(**change) for change in changes]) == labels
+
+
+def test_layouts_have_a_table_of_their_own() -> None:
+    older = report(result("a"), result("b", padding="tp2-sp"), megatron="0.16.1")
+    newer = report(result("a"), failure("b", padding="tp2-sp"), result("c", padding="pp2"))
+
+    assert " layout  cases\n ─────────────\n tp2-sp  ✓ 1\n" in _printed(older)
+    assert (
+        " layout  0.16.1  0.19.2\n"
+        " ──────────────────────\n"
+        " tp2-sp  ✓ 1     ✗ 1/1\n"
+        " pp2     ·       ✓ 1\n"
+    ) in _printed(older, newer)

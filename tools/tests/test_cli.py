@@ -42,6 +42,7 @@ def test_verify_starts_the_suite_from_the_checkout(
     assert _arguments_of_pytest(monkeypatch) == [
         str(CHECKOUT),
         "conformance/test_conformance.py",
+        "conformance/test_contracts.py",
         "-p",
         "no:cacheprovider",
         "--tb=no",
@@ -65,7 +66,7 @@ def test_verify_hands_every_option_on(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "--report-dir", "out", "--timeout", "2.5", "--seed", "7", "-x", "-rs", "--durations", "3",
     )  # fmt: skip
 
-    assert seen[6:] == [
+    assert seen[7:] == [
         f"--report-dir={tmp_path / 'out'}",
         "--impl=mine",
         "--profile=deep",
