@@ -34,6 +34,10 @@ class ParallelLayout:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+        for name in ("sequence_parallel", "recompute", "distributed_optimizer"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be true or false")
         if self.vpp_size > 1 and self.pp_size == 1:
             raise ValueError(f"vpp_size={self.vpp_size} needs pp_size of at least 2")
         if self.sequence_parallel and self.tp_size == 1:

@@ -15,6 +15,7 @@ from impl.parallel import ParallelLayout
     [
         ({"tp_size": 0}, "tp_size=0 must be a whole number of at least 1"),
         ({"pp_size": True}, "pp_size=True must be a whole number of at least 1"),
+        ({"recompute": "false"}, "recompute='false' must be true or false"),
         ({"vpp_size": 2}, "vpp_size=2 needs pp_size of at least 2"),
         ({"sequence_parallel": True}, "sequence_parallel=True needs tp_size of at least 2"),
     ],
