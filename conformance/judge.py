@@ -56,10 +56,9 @@ def _judge_pass(
         findings.append(Finding("layout", float("inf"), 0.0, reason=reason))
     holders = _Holders(outputs)
     stages = task.parallel.pp_size
-    last = outputs[len(outputs) // stages * (stages - 1)]  # the first rank of the last stage
-    gradients: dict[str, Tensor] = {}
-    for output in outputs:  # a stage has those of its own layers
-        gradients = {**output.gradients, **gradients}
+    first_ranks = outputs[:: len(outputs) // stages]  # of every stage
+    last = first_ranks[-1]
+    gradients = [output.gradients for output in first_ranks]
     return [
         *findings,
         check_tokens("logits", last.logits, truth.logits, holders),
@@ -106,58 +105,68 @@ def check_loss(got: Tensor, expected: Tensor) -> Finding:
     return _finding("loss", float(error), BUDGET, where)
 
 
-def check_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Finding:
-    """Every parameter's gradient, in absolute scale, relative to that parameter's own size."""
-    if set(got) != set(expected):
-        odd = ", ".join(sorted(set(got) ^ set(expected)))
-        return Finding("gradients", float("inf"), BUDGET, reason=f"not the same parameters: {odd}")
+def check_gradients(
+    stages: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
+) -> Finding:
+    """Every parameter's gradient, in absolute scale, relative to that parameter's own size.
+
+    Args:
+        stages: per pipeline stage, of its own layers. What several of them hold, as a tied
+            embedding, has to be right on each.
+    """
+    if odd := set().union(*stages) ^ set(expected):
+        reason = f"not the same parameters: {', '.join(sorted(odd))}"
+        return Finding("gradients", float("inf"), BUDGET, reason=reason)
     largest = {name: float(tensor.abs().max()) for name, tensor in expected.items()}
     floor = GRADIENT_FLOOR * max(largest.values())
     worst, where = 0.0, ""
-    for name, true in expected.items():
-        if got[name].shape != true.shape:
-            return Finding(
-                "gradients",
-                float("inf"),
-                BUDGET,
-                reason=f"{name} has {tuple(got[name].shape)}, not {tuple(true.shape)}",
-            )
+    for stage, name in ((stage, name) for stage, got in enumerate(stages) for name in got):
+        mine, true = stages[stage][name], expected[name]
+        on_stage = f" on stage {stage}" if len(stages) > 1 else ""
+        if mine.shape != true.shape:
+            reason = f"{name}{on_stage} has {tuple(mine.shape)}, not {tuple(true.shape)}"
+            return Finding("gradients", float("inf"), BUDGET, reason=reason)
         scale = max(largest[name], floor)
-        difference = (got[name].double() - true).abs()
+        difference = (mine.double() - true).abs()
         errors = _finite_or_inf(
             difference / scale if scale else difference.where(difference == 0, float("inf"))
         )
         if float(errors.max()) > worst:
             worst = float(errors.max())
             place = tuple((errors == errors.max()).nonzero()[0].tolist())
-            where = f"{name}{list(place)}: got {_short(got[name][place])}, "
+            where = f"{name}{list(place)}{on_stage}: got {_short(mine[place])}, "
             where += f"expected {_short(true[place])}"
-    slope = _slope(got, expected)
+    slope = _slope(stages, expected)
     if worst > BUDGET and slope:
         where += f"; all gradients together are {slope:.6g} times the truth"
     return _finding("gradients", worst, BUDGET, where)
 
 
 def check_merge(outputs: Sequence[Outputs], *, num_stages: int = 1) -> Finding:
-    """Merged outputs, loss and gradients are the same bits on every rank that must have them.
+    """Merged outputs, loss and gradients are the same bits on every rank that has them.
 
-    Those are all ranks, but with pipeline stages only the last one's of outputs and each stage's
-    own of gradients.
+    All ranks must, but with pipeline stages gradients are those of each stage, and only the last
+    one must have outputs: an earlier stage has the same ones, or none.
     """
-    ranks = list(enumerate(outputs))
-    size = len(ranks) // num_stages
-    for stage in (ranks[start : start + size] for start in range(0, len(ranks), size)):
-        is_last = stage[-1] is ranks[-1]
-        for rank, other in stage[1:]:
-            for name, mine, first in _pairs(other, stage[0][1], gradients_only=not is_last):
-                if mine is not first and not _same_bits(mine, first):
-                    where = f"{name} on rank {rank} is not rank {stage[0][0]}'s"
-                    return Finding("merge", float("inf"), 0.0, where)
-    for rank, output in ranks:
+    where = next(_unlike(outputs, num_stages), "")
+    return Finding("merge", float("inf") if where else 0.0, 0.0, where)
+
+
+def _unlike(outputs: Sequence[Outputs], num_stages: int) -> Iterator[str]:
+    """What a rank has not as the first rank of its stage, or of the last one, has it."""
+    size = len(outputs) // num_stages
+    last = size * (num_stages - 1)
+    for rank, output in enumerate(outputs):
+        first = rank // size * size
+        for name, mine, other in _gradient_pairs(output, outputs[first]):
+            if mine is not other and not _same_bits(mine, other):
+                yield f"{name} on rank {rank} is not rank {first}'s"
+        for name, mine, other in _output_pairs(output, outputs[last], may_be_empty=rank < last):
+            if mine is not other and not _same_bits(mine, other):
+                yield f"{name} on rank {rank} is not rank {last}'s"
+    for rank, output in enumerate(outputs):
         if not _same_bits(output.loss, outputs[0].loss):
-            where = f"loss on rank {rank} is not rank 0's"
-            return Finding("merge", float("inf"), 0.0, where)
-    return Finding("merge", 0.0, 0.0)
+            yield f"loss on rank {rank} is not rank 0's"
 
 
 def check_order(
@@ -167,7 +176,7 @@ def check_order(
     for rank, reply in enumerate(replies):
         for later, plan in enumerate(passes):
             earlier = passes.index(plan)
-            for name, mine, first in _pairs(reply[later], reply[earlier]):
+            for name, mine, first in _all_pairs(reply[later], reply[earlier]):
                 if not _same_bits(mine, first):
                     where = f"{name} on rank {rank}: pass {later} is not pass {earlier}"
                     return Finding("order", float("inf"), 0.0, where)
@@ -195,17 +204,28 @@ class _Holders:
         return token in pack.position_ids[bounds[place] : bounds[place + 1]].tolist()
 
 
-def _pairs(
-    mine: Outputs, first: Outputs, *, gradients_only: bool = False
-) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """Every output of two ranks by name, None where one of them has it and the other has not."""
-    for name in () if gradients_only else ("logits", "logprobs", "entropy"):
-        pairs = zip_longest(getattr(mine, name), getattr(first, name))
-        yield from ((f"{name} of sequence {i}", *pair) for i, pair in enumerate(pairs))
-    if not gradients_only:
-        yield "loss", mine.loss, first.loss
+_Pair = tuple[str, Tensor | None, Tensor | None]
+"""What it is, and that of two ranks: None where one of them has it and the other has not."""
+
+
+def _output_pairs(mine: Outputs, first: Outputs, *, may_be_empty: bool = False) -> Iterator[_Pair]:
+    """Every output per sequence."""
+    for name in ("logits", "logprobs", "entropy"):
+        held = getattr(mine, name)
+        if held or not may_be_empty:
+            pairs = zip_longest(held, getattr(first, name))
+            yield from ((f"{name} of sequence {i}", *pair) for i, pair in enumerate(pairs))
+
+
+def _gradient_pairs(mine: Outputs, first: Outputs) -> Iterator[_Pair]:
     for name in {**first.gradients, **mine.gradients}:
         yield f"gradient of {name}", mine.gradients.get(name), first.gradients.get(name)
+
+
+def _all_pairs(mine: Outputs, first: Outputs) -> Iterator[_Pair]:
+    yield from _output_pairs(mine, first)
+    yield "loss", mine.loss, first.loss
+    yield from _gradient_pairs(mine, first)
 
 
 def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -214,10 +234,11 @@ def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _slope(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def _slope(stages: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> float:
     """⟨g, g_true⟩ / ⟨g_true, g_true⟩: 1 if right, the factor if a factor is wrong."""
-    norm = sum(float((true * true).sum()) for true in expected.values())
-    return sum(float((got[name] * true).sum()) for name, true in expected.items()) / (norm or 1.0)
+    pairs = [(mine, expected[name]) for stage in stages for name, mine in stage.items()]
+    norm = sum(float((true * true).sum()) for _, true in pairs)
+    return sum(float((mine * true).sum()) for mine, true in pairs) / (norm or 1.0)
 
 
 def _finding(check: str, error: float, budget: float, where: str) -> Finding:

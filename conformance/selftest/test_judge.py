@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from conformance.protocol import Outputs, Pack, RankContext
 TASK = TaskBuilder(oracle).task(parse_case("lens5_7_3-2ranks-cp2"))
 TRUTH = oracle.evaluate(TASK.model, TASK.weights, TASK.batch, TASK.loss)
 GOOD = [Rank(RankContext(rank, 2, 1.0)).run(TASK) for rank in range(2)]
+STAGES = TaskBuilder(oracle).task(parse_case("lens7_9-2ranks-cp1-qwen2-pp2"))
+TIED = "model.embed_tokens.weight"
 
 
 def failed(rank: int, change: Callable[[Outputs], dict[str, Any]]) -> dict[str, str]:
@@ -26,6 +28,18 @@ def failed(rank: int, change: Callable[[Outputs], dict[str, Any]]) -> dict[str, 
     outputs = replies[rank][0]
     replies[rank] = (replace(outputs, **change(outputs)),)
     findings = judge(TASK, replies, oracle, TRUTH)
+    return {found.check: found.where or found.reason for found in findings if not found.passed}
+
+
+def failed_on_stages(*changes: Callable[[Outputs], dict[str, Any]]) -> dict[str, str]:
+    """The same of two pipeline stages of one rank each, whose outputs are changed in turn."""
+    replies = [Rank(RankContext(rank, 2, 1.0)).run(STAGES) for rank in range(2)]
+    truth = oracle.evaluate(STAGES.model, STAGES.weights, STAGES.batch, STAGES.loss)
+    changed = [
+        (replace(outputs, **change(outputs)),)
+        for (outputs,), change in zip(replies, changes, strict=True)
+    ]
+    findings = judge(STAGES, changed, oracle, truth)
     return {found.check: found.where or found.reason for found in findings if not found.passed}
 
 
@@ -124,3 +138,55 @@ def test_pack_of_a_group_without_samples_holds_padding_only() -> None:
     replies[1] = (replace(replies[1][0], packs=(real,)),)
     layout = judge(task, replies, oracle, truth)[0]
     assert layout.where == "micro-batch 0, rank 1: no samples, but tokens [5]"
+
+
+def layers(numbers: Sequence[int], *others: str) -> Callable[[Outputs], dict[str, Any]]:
+    """Outputs are those of a stage: gradients of some layers, and of other parameters."""
+    wanted = (*(f"model.layers.{number}." for number in numbers), *others)
+
+    def change(outputs: Outputs) -> dict[str, Any]:
+        return {"gradients": {n: g for n, g in outputs.gradients.items() if n.startswith(wanted)}}
+
+    return change
+
+
+def without_outputs(outputs: Outputs) -> dict[str, Any]:
+    return {"logits": (), "logprobs": (), "entropy": ()}
+
+
+FIRST, LAST = layers([0], TIED), layers([1], TIED, "model.norm")
+
+
+def test_stages_have_the_gradients_of_their_own_layers() -> None:
+    assert failed_on_stages(FIRST, LAST) == {}
+    assert failed_on_stages(without_outputs, LAST) == {}
+
+
+def test_gradient_that_no_stage_has_is_found() -> None:
+    said = failed_on_stages(FIRST, layers([1], TIED))
+    assert said == {"gradients": "not the same parameters: model.norm.weight"}
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_tied_gradient_must_be_right_on_every_stage(wrong: int) -> None:
+    def doubled(stage: int, own: Callable[[Outputs], dict[str, Any]]) -> Any:
+        def change(outputs: Outputs) -> dict[str, Any]:
+            gradients = own(outputs)["gradients"]
+            factor = 2 if stage == wrong else 1
+            return {"gradients": {**gradients, TIED: gradients[TIED] * factor}}
+
+        return change
+
+    said = failed_on_stages(doubled(0, FIRST), doubled(1, LAST))
+    assert said.keys() == {"gradients"}
+    assert said["gradients"].startswith(f"{TIED}[")
+    assert f"] on stage {wrong}: got " in said["gradients"]
+
+
+def test_outputs_of_an_earlier_stage_are_those_of_the_last() -> None:
+    def one_off(outputs: Outputs) -> dict[str, Any]:
+        first, *others = outputs.logprobs
+        return {"logits": (), "logprobs": (first, *(each + 1 for each in others))}
+
+    said = failed_on_stages(one_off, lambda outputs: {})
+    assert said == {"merge": "logprobs of sequence 1 on rank 0 is not rank 1's"}

@@ -152,12 +152,14 @@ def test_packs_of_padding_may_follow_the_plan() -> None:
         (1, {"gradients": {"a": torch.ones(2)}}, "gradient of a on rank 1 is not rank 0's"),
         (3, {"logits": (torch.ones(2),)}, "logits of sequence 0 on rank 3 is not rank 2's"),
         (1, {"loss": torch.tensor(2.0)}, "loss on rank 1 is not rank 0's"),
-        (1, {"logits": (torch.ones(2),)}, ""),  # of an earlier stage nobody asks for logits
+        (1, {"logits": (torch.ones(2),)}, "logits of sequence 0 on rank 1 is not rank 2's"),
+        (1, {"logits": (torch.zeros(2),)}, ""),  # an earlier stage has those of the last, or none
     ],
 )
 def test_each_stage_must_agree_with_itself(rank: int, changed: dict, words: str) -> None:
     zeros = {"a": torch.zeros(2)}
-    outputs = [Outputs((), (), (), torch.tensor(1.0), zeros) for _ in range(4)]
+    loss, logits = torch.tensor(1.0), (torch.zeros(2),)
+    outputs = [Outputs(held, (), (), loss, zeros) for held in ((), (), logits, logits)]
     outputs[rank] = replace(outputs[rank], **changed)
 
     assert check_merge(outputs, num_stages=2).where == words
