@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .collectives import all_gather
@@ -23,7 +22,8 @@ from .scale import MAIN_ROAD, Counts, Road, loss_factor
 from .split import common_seqlens, select_samples
 from .state import ParallelState, open_parallel_state
 from .thd import PackedRow, preprocess_thd_engine
-from .validate import check_runnable
+from .totals import Parts, parts_of, totals
+from .validate import check_runnable, check_settings
 
 __all__ = ["Engine", "LossFn", "StepResult", "open_parallel_state"]
 
@@ -33,7 +33,8 @@ LossFn = Callable[
 """Outputs and inputs of a CP group's sequences (jagged, by name) → its part of the loss of the
 batch, and its parts of any metrics, scalars. Parts of all groups are added up, with nothing to
 divide by: weights made by `impl.loss.prediction_weights` or `own_weights` before the batch is cut
-see to that. Of a pack of padding, which has no sequence, what it returns is not used."""
+see to that. It returns the same names for every pack. It is called for packs of padding too, which
+have no sequence; what it returns of them is not used."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Report:
-    values: Mapping[str, Tensor]
+    parts: Parts
     outputs: Mapping[str, Tensor]
 
 
@@ -95,6 +96,13 @@ class Engine:
         self.state, self.model, self.road = state, model, road
         self.layout, self.groups = state.layout, state.groups
         check_divisible(model, self.layout)
+        if state.config.max_sequences is not None and model.rope_interleaved:
+            raise ValueError(
+                "max_sequences with rope_interleaved=True: Megatron's RoPE fails on the repeated "
+                "offsets; leave max_sequences out"
+            )
+        one = Counts(local_tokens=1, total_tokens=1, num_microbatches=1, num_ranks=1)
+        loss_factor(road, one)  # refuses roads that there are not
         if road.ddp_averages == road.per_token:
             raise ValueError(f"{road}: Megatron's data parallelism averages unless per_token")
         with training_mode(state.device):
@@ -133,12 +141,13 @@ class Engine:
                 this rank before the first one runs, for inspection.
             forward_only: leave gradients alone.
         Raises:
-            ValueError: a batch or a plan that cannot be run. PlanMismatch: ranks have different
-                ones. Both before the model runs.
+            ValueError: a batch or a plan that cannot be run, before any collective.
+            PlanMismatch: ranks have different lengths, plans or settings, before the model runs.
         """
         seqlens = common_seqlens(batch)
         plan = plan or self.state.plan(seqlens)
         self._check_plan(plan, seqlens)
+        self.groups.check_same_plan(plan, self.state.config, self.layout, forward_only)
         micro_batches = self._micro_batches(batch, plan, fill)
         if on_pack is not None:
             for one in micro_batches:
@@ -197,9 +206,10 @@ class Engine:
                 f"batch has {list(seqlens)} on {self.groups.world_size}"
             )
         check_runnable(plan)
+        tp_size = self.layout.pack_tp_size
+        check_settings(plan, config=self.state.config, tp_size=tp_size)
         if self.layout.pp_size > 1 and not plan.barriered:
             raise ValueError("the plan is not barriered, as pp_size above 1 needs it to be")
-        self.groups.check_same_plan(plan, self.state.config, self.layout)
 
     def _micro_batches(
         self, batch: Mapping[str, Tensor], plan: Plan, fill: Mapping[str, float] | None
@@ -257,36 +267,25 @@ class Engine:
     ) -> tuple[Any, ...]:
         """What Megatron asks of a loss function: two values or three."""
         outputs = process_logits(logits, one.packed, logits_processor)
-        loss, metrics = loss_fn(outputs, one.inputs)
-        if not one.packed.index.seqlens:
-            loss = torch.zeros_like(loss)
-            metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
-        values = {"loss": loss.detach(), **metrics}
-        report = _Report(values, {name: output.detach() for name, output in outputs.items()})
-        connected = loss + logits.flatten()[:0].sum()  # a constant 0 would hang the other stages
+        is_padding = not one.packed.index.seqlens
+        parts = parts_of(*loss_fn(outputs, one.inputs), is_padding=is_padding)
+        detached = {name: output.detach() for name, output in outputs.items()}
+        report = _Report(parts.detached, detached)
+        # a constant 0 would hang the other stages
+        connected = parts.loss + logits.flatten()[:0].sum()
         scaled = connected * loss_factor(self.road, one.counts)
         if self.road.num_values == 2:
             return scaled, report
         return scaled, torch.tensor(one.counts.local_tokens, dtype=torch.int32), report
 
     def _result(self, reports: Sequence[_Report], plan: Plan) -> StepResult:
-        nothing = torch.zeros((), dtype=torch.float64, device=self.state.device)
-        values: dict[str, Tensor] = {"loss": nothing}
+        device, group = self.state.device, self.groups.dp_cp_group
+        total = Parts(torch.zeros((), dtype=torch.float64, device=device), {})
         outputs: dict[str, Tensor] = {}
         if training.is_last_stage():
-            values = self._summed([report.values for report in reports], plan)
+            parts = [report.parts for report in reports]
+            total = totals(parts, plan=plan, dp_cp_group=group, device=device)
             found = [report.outputs for report in reports]
-            outputs = merge_step(found, plan=plan, dp_cp_group=self.groups.dp_cp_group)
-        training.broadcast_from_last_stage(values["loss"])
-        return StepResult(values.pop("loss"), values, outputs)
-
-    def _summed(self, parts: Sequence[Mapping[str, Tensor]], plan: Plan) -> dict[str, Tensor]:
-        """Scalars of all micro-batches and groups added up, each group counted once."""
-        me = self.groups.dp_cp_rank
-        led = [group.ranks[0] == me for group in plan.for_rank(me)]
-        sums = torch.zeros(len(parts[0]), dtype=torch.float64, device=self.state.device)
-        for part, counts in zip(parts, led, strict=False):
-            if counts:
-                sums += torch.stack([value.detach().double() for value in part.values()])
-        dist.all_reduce(sums, group=self.groups.dp_cp_group)
-        return dict(zip(parts[0], sums.unbind(), strict=True))
+            outputs = merge_step(found, plan=plan, dp_cp_group=group)
+        training.broadcast_from_last_stage(total.loss)
+        return StepResult(total.loss, total.metrics, outputs)

@@ -17,6 +17,7 @@ def gptmodel_forward_model_engine(
     model: nn.Module,
     batch: SubBatch,
     *,
+    tp_size: int = 1,
     logits_processor: LogitsProcessor | None = None,
     fill: Mapping[str, float] | None = None,
     on_pack: Callable[[PackedRow], None] | None = None,
@@ -29,6 +30,7 @@ def gptmodel_forward_model_engine(
     Args:
         model: a GPTModel whose attention follows the packed CP group (`impl.megatron.bind`).
         batch: "input_ids" int64, and side inputs of the same lengths.
+        tp_size: with sequence parallelism, packs divide by it as well.
         logits_processor: called as `f(logits [R, V], labels [R], **side inputs [R, ...])`;
             returns outputs [R, ...] by name. Without one, the logits themselves.
         fill: by name, what padded rows of the inputs hold; 0 where not named.
@@ -39,6 +41,7 @@ def gptmodel_forward_model_engine(
     packed = preprocess_thd_engine(
         batch.tensors,
         cp_group=batch.cp_group,
+        tp_size=tp_size,
         rules=batch.rules,
         fill=fill,
         labels_of="input_ids",
@@ -74,4 +77,6 @@ def process_logits(
     outputs = (
         logits_processor(real_logits, **real) if logits_processor else {"logits": real_logits}
     )
+    if not isinstance(outputs, Mapping):
+        raise ValueError(f"the logits processor returned {outputs!r}, not outputs by name")
     return {name: postprocess_thd_engine(rows, packed) for name, rows in outputs.items()}

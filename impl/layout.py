@@ -82,6 +82,7 @@ class PackLayout:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept must serve training too
 def pack_layout(
     seqlens: tuple[int, ...],
     *,
@@ -142,6 +143,7 @@ class RankIndex:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept must serve training too
 def rank_index(
     seqlens: tuple[int, ...],
     *,

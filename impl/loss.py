@@ -120,7 +120,8 @@ def own_weights(weights: Tensor, *, loss_mask: Tensor) -> Tensor:
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of weight times value over the tokens [N] that weigh something.
 
-    What weighs nothing is left out rather than multiplied by zero: NaN there does no harm.
+    What weighs nothing is left out rather than multiplied by zero: NaN there does not reach the
+    sum. It reaches gradients if the model itself made it, since 0 * NaN is NaN on the way back.
     """
     return (torch.where(weights != 0, values, 0) * weights).sum()
 

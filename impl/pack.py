@@ -26,7 +26,17 @@ def seqlens_of(batch: Tensor) -> tuple[int, ...]:
 
 
 def offsets_of(batch: Tensor) -> Tensor:
-    """Where each sequence of a jagged tensor begins, and the end: int64 [S + 1]."""
+    """Where each sequence of a jagged tensor begins, and the end: int64 [S + 1].
+
+    Raises:
+        ValueError: not jagged, or with holes between its sequences.
+    """
+    if batch.layout != torch.jagged:
+        raise ValueError(
+            f"{tuple(batch.shape)} is no jagged tensor; make one with impl.pack.jagged"
+        )
+    if batch.lengths() is not None:  # type: ignore[attr-defined]
+        raise ValueError("a jagged tensor has holes between its sequences; pack its values first")
     offsets: Tensor = batch.offsets()  # type: ignore[attr-defined]
     return offsets
 

@@ -66,7 +66,7 @@ def open_parallel_state(
     Args:
         device: "cpu", or this rank's GPU, which is made the current one. The default process group
             must do collectives of its tensors, and of the CPU's: "cpu:gloo,cuda:nccl".
-        timeout: limit of a collective in a CP group.
+        timeout: limit of a collective; Megatron's groups have it in whole minutes.
     Raises:
         UnsupportedMegatron: the installed one lacks something, before any collective.
         ValueError: world, layout and settings do not go together, likewise.
@@ -77,9 +77,10 @@ def open_parallel_state(
     training.check_megatron()
     _check_backends(device)
     places = layout.dp_cp_ranks(dist.get_world_size())
-    check_layout(config.layout, cp_size=config.highest_cp_size or len(places[0]))
-    _plan((1,), config, layout, world_size=len(places[0]))  # settings that leave no plan at all
-    with model_parallel(layout):
+    num_ranks = len(places[0])
+    check_layout(config.layout, cp_size=min(config.highest_cp_size or num_ranks, num_ranks))
+    _plan((1,), config, layout, world_size=num_ranks)  # settings that leave no plan at all
+    with model_parallel(layout, timeout=timeout):
         groups = create_cp_groups(places, timeout=timeout)
         try:
             yield ParallelState(config, layout, groups, device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .collectives import gather_replicated
 from .layout import RankIndex, rank_index
 from .megatron.packed import PackedSeqParams, packed_seq_params
-from .pack import jagged, next_token_labels, pack_rows, seqlens_of
+from .pack import jagged, next_token_labels, offsets_of, pack_rows, seqlens_of
 from .rules import DEFAULT_RULES, PackRules
 
 NO_LABEL = -100  # where a sequence ends, and in padding
@@ -63,11 +63,13 @@ def preprocess_thd_engine(
             sequence before the split, `NO_LABEL` where there is none.
         seqlens: their lengths, where they are on the host already.
     Raises:
-        ValueError: what `rules` ask for cannot be had, or more than this Megatron knows.
+        ValueError: what `rules` ask for cannot be had, or more than this Megatron knows; a name
+            that is not there, or "labels" where they are made.
     """
     values = {name: tensor.values() for name, tensor in tensors.items()}
     if seqlens is None:
         seqlens = seqlens_of(next(iter(tensors.values())))
+    _check_names(tensors, fill or {}, labels_of)
     fill = {**(fill or {}), "labels": NO_LABEL}
     if labels_of is not None:
         values["labels"] = next_token_labels(values[labels_of], seqlens, fill=NO_LABEL)
@@ -86,13 +88,36 @@ def preprocess_thd_engine(
     return PackedRow(rows, params, index, cp_group)
 
 
+def _check_names(
+    tensors: Mapping[str, Tensor], fill: Mapping[str, float], labels_of: str | None
+) -> None:
+    for tensor in tensors.values():
+        offsets_of(tensor)  # refuses what is not jagged
+    known = ", ".join(tensors)
+    if labels_of is not None and labels_of not in tensors:
+        raise ValueError(f"there is no {labels_of} in the batch to make labels of, only {known}")
+    if labels_of is not None and "labels" in tensors:
+        raise ValueError(f"labels are made of {labels_of}; rename the tensor called labels")
+    for name in fill:
+        if name not in tensors:
+            raise ValueError(f"fill names {name}, which is not in the batch: {known}")
+
+
 def postprocess_thd_engine(real_rows: Tensor, packed: PackedRow) -> Tensor:
     """This rank's real rows [R, ...] → whole sequences, jagged, on every member of the CP group.
 
     Every member must go on to compute the same from the result: each keeps the gradient of its
     own rows, so summed over the group every token counts once, with no factor of the CP size.
+
+    Raises:
+        ValueError: not as many rows as the pack has real ones.
     """
     index = packed.index
+    if len(real_rows) != len(index.real_rows):
+        raise ValueError(
+            f"an output has {len(real_rows)} rows, the pack {len(index.real_rows)} real ones; a "
+            "logits processor returns one for each row it is given"
+        )
     if packed.cp_group.size() == 1:
         return jagged(real_rows, index.seqlens)
     missing = index.max_real_rows - len(real_rows)

@@ -26,12 +26,7 @@ def validate(plan: Plan, *, config: DynamicCPConfig, tp_size: int = 1) -> None:
         ValueError: the first thing that is wrong.
     """
     check_runnable(plan)
-    _check_cp_sizes(plan, config)
-    for place, _, group in _places(plan):
-        try:
-            _check_pack(plan, group.samples, group.cp_size, config, tp_size)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+    check_settings(plan, config=config, tp_size=tp_size)
     if plan.scheduler not in LOOSE_SCHEDULERS:
         _check_idle(plan, config, tp_size)
 
@@ -45,6 +40,20 @@ def check_runnable(plan: Plan) -> None:
     check_seqlens(plan.seqlens)
     _check_samples(plan)
     _check_groups(plan)
+
+
+def check_settings(plan: Plan, *, config: DynamicCPConfig, tp_size: int = 1) -> None:
+    """Check the CP size and the pack of every group against the settings.
+
+    Raises:
+        ValueError: the first that does not keep to them.
+    """
+    _check_cp_sizes(plan, config)
+    for place, _, group in _places(plan):
+        try:
+            _check_pack(plan, group.samples, group.cp_size, config, tp_size)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
 
 
 def _places(plan: Plan) -> list[tuple[str, int, GroupPlan]]:

@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 NAME = "impl_engine"
+NO_LIMIT = 1 << 30  # tokens a rank, where the suite plans
 SUPPORTS = ("mixed", "schedulers", "parallel", "interrupted")
 
 
@@ -84,7 +85,7 @@ def parallel_state(context: RankContext) -> Iterator[ParallelState]:
     from impl.parallel import ParallelLayout
     from impl.state import open_parallel_state
 
-    config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=1)
+    config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=NO_LIMIT)
     layout = ParallelLayout(**asdict(context.parallel))
     timeout = timedelta(seconds=context.timeout_s)
     with ExitStack() as resources:

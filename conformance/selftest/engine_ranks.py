@@ -36,7 +36,7 @@ DP_ONLY = ParallelLayout()
 TOP_K = 3
 IMPL = Path(impl.__file__).parent
 LIMIT = timedelta(seconds=60)
-CONFIG = DynamicCPConfig(max_seqlen_per_dp_cp_rank=24, scheduler="balanced")
+CONFIG = DynamicCPConfig(max_seqlen_per_dp_cp_rank=64, scheduler="balanced")
 
 Groups = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Of a micro-batch: ranks and samples of every group."""

@@ -89,6 +89,7 @@ class ExactAttention(nn.Module):
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # what is kept must serve training too
 def visible_blocks(
     padded: tuple[int, ...],
     *,

@@ -39,7 +39,7 @@ def megatron_plan(
         ValueError: nothing to plan, a sample that no group of a power of two ranks can hold, or
             bounds on the CP size, which it does not know.
         UnsupportedMegatron: there is no scheduler, it fails on these lengths, or its plan cannot
-            be run: for worlds that are no power of two, and rarely from 16 ranks on.
+            be run: for worlds that are no power of two, and rarely from 8 ranks on.
     """
     check_seqlens(seqlens)
     _check_bounds(config)

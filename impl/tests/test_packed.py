@@ -177,3 +177,43 @@ def test_model_refuses_what_its_pack_cannot_have() -> None:
     words = "a pack of 2 sequences is above max_sequences=1; raise it or pack fewer"
     with pytest.raises(ValueError, match=f"^{words}$"):
         _logits(_model(), (5, 1), rules=PackRules(max_sequences=1))
+
+
+def _pack(**tensors: Any) -> Any:
+    from impl.thd import preprocess_thd_engine
+
+    fill = tensors.pop("fill", None)
+    group: Any = dist.group.WORLD
+    return preprocess_thd_engine(tensors, cp_group=group, labels_of="input_ids", fill=fill)
+
+
+IDS = jagged(torch.arange(6), (5, 1))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"ids": IDS}, "there is no input_ids in the batch to make labels of, only ids"),
+        ({"input_ids": IDS, "labels": IDS}, "labels are made of input_ids; rename the tensor"),
+        ({"input_ids": IDS, "fill": {"id": 3}}, "fill names id, which is not in the batch: input"),
+        ({"input_ids": torch.ones(2, 3)}, "(2, 3) is no jagged tensor; make one with impl.pack"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(tensors, words) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        _pack(**tensors)
+
+
+def test_sequences_with_holes_between_them_are_refused() -> None:
+    holes = torch.nested.nested_tensor_from_jagged(
+        torch.arange(6), torch.tensor([0, 4, 6]), lengths=torch.tensor([3, 2])
+    )
+    with pytest.raises(ValueError, match=r"^a jagged tensor has holes between its sequences"):
+        seqlens_of(holes)
+
+
+def test_output_of_other_rows_is_refused() -> None:
+    from impl.thd import postprocess_thd_engine
+
+    with pytest.raises(ValueError, match=r"^an output has 5 rows, the pack 6 real ones"):
+        postprocess_thd_engine(torch.ones(5), _pack(input_ids=IDS))
