@@ -134,11 +134,16 @@ Plan = tuple[MicroBatch, ...]
 class Schedule:
     """A step that the implementation plans by itself.
 
+    Whoever plans, each sample is run once, by one CP group, and ranks of tensor parallelism and
+    of pipeline stages run the same packs.
+
     Args:
-        scheduler: "uniform", one CP size for all groups, the smallest at which the longest
-            sequence has at most `max_seqlen_per_dp_cp_rank` tokens a rank; "balanced", groups of
-            mixed sizes whose packs, padding included, have at most so many; "megatron", what the
-            installed Megatron plans under the same limit.
+        scheduler: "uniform", one micro-batch in groups of one CP size, that which
+            `IndexImplementation.choose_local_cp_size` gives for the whole batch: no group is
+            without samples if there are enough. "balanced", groups of any sizes, in which every
+            rank has a pack with samples. "megatron", what the installed Megatron plans.
+        max_seqlen_per_dp_cp_rank: for "uniform", tokens of one sequence on a rank, without
+            padding; for the others, rows of a pack on a rank, padding included.
     """
 
     scheduler: str
@@ -265,8 +270,8 @@ class Pack:
 class Outputs:
     """Results of one pass, on every rank the whole batch in input order.
 
-    With pipeline stages, `logits`, `logprobs` and `entropy` may be empty on all but the last, and
-    `gradients` may be those of the rank's own layers.
+    With pipeline stages, `logits`, `logprobs` and `entropy` may be empty on all but the last, each
+    by itself, and `gradients` may be those of the rank's own layers; what is there must be right.
 
     Args:
         logits: per sequence [L, V]. logprobs, entropy: per sequence [L]; entry t of `logprobs`

@@ -166,11 +166,18 @@ class Rank:
         return tuple(self.one_pass(task, *each) for each in zip(plans, split, strict=True))
 
     def plan(self, task: Task, step: Plan | Schedule) -> Plan:
-        """A step of its own: every sample by itself, on all ranks."""
+        """A step of its own: every sample by itself, on all ranks, but for "uniform"."""
         if not isinstance(step, Schedule):
             return step
-        everyone = (len(self.line),)
-        return tuple(MicroBatch((sample,), everyone) for sample in range(len(task.batch.seqlens)))
+        samples, world_size = range(len(task.batch.seqlens)), len(self.line)
+        if step.scheduler != "uniform":
+            return tuple(MicroBatch((sample,), (world_size,)) for sample in samples)
+        cp_size = groups.choose_local_cp_size(
+            task.batch.seqlens,
+            world_size=world_size,
+            max_seqlen_per_dp_cp_rank=step.max_seqlen_per_dp_cp_rank,
+        )
+        return (MicroBatch(tuple(samples), (cp_size,) * (world_size // cp_size)),)
 
     def split(self, task: Task, micro_batch: MicroBatch) -> list[list[int]]:
         """Per group, places among the samples of the micro-batch."""

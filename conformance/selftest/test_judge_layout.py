@@ -20,6 +20,9 @@ MIXED = "lens9_5_13_3_8-4ranks-cp4+2_1_1"
 PLANNED = "lens9_5_13-4ranks-cpbalanced8"
 STAGES = "lens9_5_13-4ranks-cp2-pp2"
 TENSOR = "lens9_5_13-4ranks-cp2-tp2-sp"
+UNIFORM = "lens9_5_13-4ranks-cpuniform8"
+PLANNED_STAGES = "lens9_5_13-4ranks-cpbalanced8-pp2"
+PLANNED_TENSOR = "lens9_5_13-4ranks-cpbalanced8-tp2-sp"
 
 Packs = list[list[Pack]]
 
@@ -41,7 +44,9 @@ def found(case: str, packs: Packs) -> str:
     return check_layout(task, step, outputs_of(packs), oracle).where
 
 
-@pytest.mark.parametrize("asked", [MIXED, PLANNED, STAGES, TENSOR])
+@pytest.mark.parametrize(
+    "asked", [MIXED, PLANNED, STAGES, TENSOR, UNIFORM, PLANNED_STAGES, PLANNED_TENSOR]
+)
 def test_oracle_passes(asked: str) -> None:
     assert found(asked, packs_of(asked)) == ""
 
@@ -64,6 +69,38 @@ def again(ranks: Sequence[int], number: int) -> Callable[[Packs], None]:
     def change(packs: Packs) -> None:
         for rank in ranks:
             packs[rank].append(packs[rank][number])
+
+    return change
+
+
+def run_as(case: str) -> Callable[[Packs], None]:
+    """What was run is the plan of another case."""
+    return lambda packs: packs.__setitem__(slice(None), packs_of(case))
+
+
+def in_turn(ranks: Sequence[int]) -> Callable[[Packs], None]:
+    """Some ranks run their packs the other way round."""
+
+    def change(packs: Packs) -> None:
+        for rank in ranks:
+            packs[rank].reverse()
+
+    return change
+
+
+def dealt(*held: tuple[int, ...]) -> Callable[[Packs], None]:
+    """Every rank runs one pack, alone, with these samples of the case."""
+
+    def change(packs: Packs) -> None:
+        task = BUILDER.task(parse_case(PLANNED))
+        padding = packs_of("lens5-2ranks-cp1")[1][0]
+        for rank, samples in enumerate(held):
+            pack = (
+                oracle.pack(task.batch, samples, cp_ranks=(rank,), cp_rank=0, padding=task.padding)
+                if samples
+                else replace(padding, cp_ranks=(rank,))
+            )
+            packs[rank][:] = [pack]
 
     return change
 
@@ -97,10 +134,50 @@ TAMPERED = {
         again(range(4), 0),
         "pack 3 of rank 0: sample 0 was run by ranks [0, 1, 2, 3] as well",
     ),
+    "unknown sample": (
+        PLANNED,
+        on_rank(0, 2, samples=(9,)),
+        "pack 2 of rank 0: samples [9] are not of the batch",
+    ),
     "one member less": (
         PLANNED,
         lambda packs: packs[2].pop(0),
         "pack 0 of rank 0: rank 2 of its CP group did not run samples (0,)",
+    ),
+    "group left idle": (
+        "lens9_5_13-2ranks-cp1",
+        dealt((0, 1, 2), ()),
+        "micro-batch 0: ranks [1] have no sample, though there are 3 for 2 groups",
+    ),
+    "uniform with a group left idle": (
+        "lens9_5_13-2ranks-cpuniform16",
+        dealt((0, 1, 2), ()),
+        "micro-batch 0: ranks [1] have no sample, though there are 3 for 2 groups",
+    ),
+    "balanced on one rank": (
+        "lens9_5_13-2ranks-cpbalanced32",
+        dealt((0, 1, 2), ()),
+        "ranks [1] have no sample in any pack",
+    ),
+    "uniform with groups too wide": (
+        UNIFORM,
+        run_as("lens9_5_13-4ranks-cp4"),
+        "pack 0 of rank 0: CP group [0, 1, 2, 3], but the CP size is 2",
+    ),
+    "uniform in two micro-batches": (
+        UNIFORM,
+        run_as("lens9_5_13-4ranks-cp2+2"),
+        "rank 0 ran 2 micro-batches of 1",
+    ),
+    "stages in another order": (
+        PLANNED_STAGES,
+        in_turn([2, 3]),
+        "rank 2 did not run the plan of rank 0, which has its place",
+    ),
+    "tensor ranks in another order": (
+        PLANNED_TENSOR,
+        in_turn([1, 3]),
+        "rank 1 did not run the plan of rank 0, which has its place",
     ),
     "foreign group": (
         PLANNED,
@@ -124,11 +201,15 @@ def test_tampered_plan_is_named(name: str) -> None:
     [
         (Schedule("balanced", 4), ""),
         (Schedule("balanced", 3), "pack 0 of rank 0: 4 rows are above the limit of 3"),
-        (Schedule("uniform", 4), ""),
-        (Schedule("uniform", 3), "pack 2 of rank 0: 13 tokens of a sequence on 4 ranks: over 3"),
+        (Schedule("megatron", 4), ""),
+        (Schedule("megatron", 3), "pack 0 of rank 0: 4 rows are above the limit of 3"),
+        (
+            Schedule("uniform", 3),
+            "there is no such plan, and yet one was run: sequence 2 has 13 tokens, but world",
+        ),
     ],
 )
-def test_limit_counts_padding_but_for_uniform(schedule: Schedule, words: str) -> None:
+def test_packs_keep_to_the_limit(schedule: Schedule, words: str) -> None:
     packs = packs_of(PLANNED)
     task = replace(BUILDER.task(parse_case(PLANNED)), passes=(schedule,))
     where = check_layout(task, schedule, outputs_of(packs), oracle).where
