@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,29 @@ def gradient_of_tied_embedding_not_summed_over_stages(patch: MonkeyPatch) -> Non
     """The first and the last stage each keep what their own use of the tied matrix gave."""
     finalising = sys.modules["megatron.core.distributed.finalize_model_grads"]  # has a namesake
     patch.setattr(finalising, "_allreduce_word_embedding_grads", lambda *_, **__: None)
+
+
+@fault(
+    "uw-syfi/piper#13, the last stage",
+    case="lens7_9-2ranks-cp1-qwen2-pp2",
+    says={"gradients": "] on stage 1: got "},
+)
+def gradient_of_tied_embedding_summed_on_the_first_stage_only(patch: MonkeyPatch) -> None:
+    """The last stage keeps what its own use gave, so the two copies drift apart."""
+    finalising = sys.modules["megatron.core.distributed.finalize_model_grads"]  # has a namesake
+    name = "_allreduce_word_embedding_grads"
+    patch.setattr(finalising, name, partial(_first_stage_only, getattr(finalising, name)))
+
+
+def _first_stage_only(original: Any, chunks: Any, *args: Any, **kwargs: Any) -> None:
+    later = [chunk for chunk in chunks if not chunk.module.pre_process]
+    copies = [
+        one for chunk in later for one in chunk.parameters() if hasattr(one, "shared_embedding")
+    ]
+    own = [one.main_grad.clone() for one in copies]
+    original(chunks, *args, **kwargs)
+    for one, gradient in zip(copies, own, strict=True):
+        one.main_grad.copy_(gradient)
 
 
 @fault(

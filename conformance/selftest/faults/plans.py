@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,3 +108,38 @@ def _samples_in_turn(original: Any, *args: Any, **kwargs: Any) -> Plan:
         for turn in turns
     )
     return replace(plan, micro_batches=alone, barriered=False)
+
+
+@fault(
+    "verl#6786",
+    case="lens3_5_7_9-3ranks-cpuniform16",
+    says={
+        "layout": "micro-batch 0: ranks [2] have no sample, though there are 4 for 3 groups",
+    },
+)
+def last_group_gets_nothing(patch: MonkeyPatch) -> None:
+    """Each group takes its share of the samples, rounded up, so the last one may find none."""
+    patch.setattr("impl.planner.split_samples", _shares_in_a_row)
+
+
+def _shares_in_a_row(seqlens: Sequence[int], *, world_size: int, cp_size: int) -> list[list[int]]:
+    num_groups = world_size // cp_size
+    share = -(-len(seqlens) // num_groups)
+    samples = list(range(len(seqlens)))
+    return [samples[group * share : (group + 1) * share] for group in range(num_groups)]
+
+
+@fault(
+    "Megatron-LM#5154, ranks without work",
+    case="lens5_9_7-2ranks-cpbalanced32",
+    says={"layout": "ranks [1] have no sample in any pack"},
+)
+def balanced_leaves_a_rank_idle(patch: MonkeyPatch) -> None:
+    """All samples fit on the first rank, and the others run padding; every number is right."""
+    wrap(patch, _MAKE_PLAN, lambda original, *args, **how: _on_rank_0(original(*args, **how)))
+
+
+def _on_rank_0(plan: Plan) -> Plan:
+    everything = GroupPlan((0,), tuple(range(len(plan.seqlens))))
+    idle = (GroupPlan((rank,), ()) for rank in range(1, plan.world_size))
+    return replace(plan, micro_batches=(MicroBatchPlan((everything, *idle)),))
