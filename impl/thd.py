@@ -66,10 +66,10 @@ def preprocess_thd_engine(
         ValueError: what `rules` ask for cannot be had, or more than this Megatron knows; a name
             that is not there, or "labels" where they are made.
     """
+    _check_names(tensors, fill or {}, labels_of)
     values = {name: tensor.values() for name, tensor in tensors.items()}
     if seqlens is None:
         seqlens = seqlens_of(next(iter(tensors.values())))
-    _check_names(tensors, fill or {}, labels_of)
     fill = {**(fill or {}), "labels": NO_LABEL}
     if labels_of is not None:
         values["labels"] = next_token_labels(values[labels_of], seqlens, fill=NO_LABEL)
