@@ -14,12 +14,11 @@ layout     which token sits in which row of which rank
 pack       sequences ↔ packed rows, one index_select each way
 thd        a sub-batch → one packed row with Megatron's parameters, and outputs back
 forward    a micro-batch through a GPTModel
-collectives  gathers, one for each way their result is used
 logprobs   log-probs and entropy from logits
 loss       weights that make a masked loss a plain sum
 merge      outputs of every group → the whole batch, in input order
 totals     losses and metrics of every pack → those of the batch
-engine     all of it as one training step on Megatron's schedules; scale, parallel and
-           vocab_parallel are its parts
+engine     all of it as one training step on Megatron's schedules; scale, parallel, collectives
+           and vocab_parallel are its parts
 megatron/  everything that imports Megatron
 """
