@@ -75,6 +75,7 @@ class Case:
     num_dp_cp_ranks: int = 4
     barriered: bool = True
     layout: ParallelLayout = DP_ONLY
+    rules: Mapping[str, Any] = field(default_factory=dict)  # what is asked of packs
     model: Mapping[str, Any] = field(default_factory=dict)
     road: Road = MAIN_ROAD
     aggregation: str = "token-mean"
@@ -127,7 +128,8 @@ def run_rank(rank: int, folder: str, cases: Mapping[str, Case], kind: str = "cpu
 
 
 def _run(case: Case, device: torch.device) -> dict[str, Any]:
-    with open_parallel_state(CONFIG, case.layout, device=device, timeout=LIMIT) as state:
+    config = replace(CONFIG, **case.rules)
+    with open_parallel_state(config, case.layout, device=device, timeout=LIMIT) as state:
         engine = Engine(
             state, model=GPTConfig(**case.model), weights=case.weights(), road=case.road
         )

@@ -87,6 +87,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sequence_mean": {"aggregation": "sequence-mean-token-mean"},
     "sequence_sum": {"aggregation": "sequence-mean-token-sum"},
+    "packs_of_16": {"rules": {"sequence_multiple": 3, "pack_multiple": 16}},
+    "buckets-room": {"rules": {"pack_buckets": (24, 64), "max_sequences": 9}},
     "three_values": {"road": THREE_VALUES},
     "three_values-static2": {"road": THREE_VALUES, **_layout(static_cp_size=2)},
     "two_values": {"road": TWO_VALUES},
