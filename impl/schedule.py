@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -78,12 +79,23 @@ def split_samples(seqlens: Sequence[int], *, world_size: int, cp_size: int) -> l
     """
     check_seqlens(seqlens)
     check_cp_size(cp_size, world_size=world_size)
-    samples: list[list[int]] = [[] for _ in range(world_size // cp_size)]
-    tokens = [0] * len(samples)
+    return deal_samples(seqlens, cp_sizes=[cp_size] * (world_size // cp_size))
+
+
+def deal_samples(seqlens: Sequence[int], *, cp_sizes: Sequence[int]) -> list[list[int]]:
+    """Which samples each of some CP groups takes, whatever their sizes.
+
+    Longest first, each sample goes to the group with the fewest tokens a rank so far.
+
+    >>> deal_samples([3, 9, 4, 2], cp_sizes=[2, 1, 1])
+    [[1], [2], [0, 3]]
+    """
+    samples: list[list[int]] = [[] for _ in cp_sizes]
+    emptiest = [(0.0, group) for group in range(len(cp_sizes))]  # tokens a rank
     for index in sorted(range(len(seqlens)), key=lambda index: (-seqlens[index], index)):
-        group = tokens.index(min(tokens))
+        tokens, group = emptiest[0]
         samples[group].append(index)
-        tokens[group] += seqlens[index]
+        heapq.heapreplace(emptiest, (tokens + seqlens[index] / cp_sizes[group], group))
     return [sorted(group) for group in samples]
 
 
