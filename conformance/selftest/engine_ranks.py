@@ -6,7 +6,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import impl
+from conformance.selftest.rank_worlds import LIMIT, serve_rank
 from impl.config import DynamicCPConfig
 from impl.engine import Engine, StepResult
 from impl.groups import PlanMismatch
@@ -35,7 +34,6 @@ ENTROPY_COEFF = 0.3
 DP_ONLY = ParallelLayout()
 TOP_K = 3
 IMPL = Path(impl.__file__).parent
-LIMIT = timedelta(seconds=60)
 CONFIG = DynamicCPConfig(max_seqlen_per_dp_cp_rank=64, scheduler="balanced")
 
 Groups = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -115,19 +113,12 @@ def run_rank(rank: int, folder: str, cases: Mapping[str, Case], kind: str = "cpu
     Args:
         kind: of device, "cpu" or "cuda".
     """
-    torch.set_num_threads(1)
-    world_size = next(iter(cases.values())).world_size
-    store = FileStore(str(Path(folder) / "store"), world_size)
-    backends = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=LIMIT)
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
-    results = {name: _run(case, device) for name, case in cases.items()}
-    torch.save(results, Path(folder) / f"rank_{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    backends = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+    serve_rank(rank, folder, cases, partial(_run, device), backends=backends)
 
 
-def _run(case: Case, device: torch.device) -> dict[str, Any]:
+def _run(device: torch.device, case: Case) -> dict[str, Any]:
     config = replace(CONFIG, **case.rules)
     with open_parallel_state(config, case.layout, device=device, timeout=LIMIT) as state:
         engine = Engine(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from conformance.selftest.rank_worlds import LIMIT, serve_rank
 from impl.config import DynamicCPConfig
 from impl.engine import Engine
 from impl.loss import prediction_weights, weighted_sum
@@ -27,7 +25,6 @@ from reference.config import ModelConfig, random_weights
 
 NUM_STEPS = 5
 SEQLENS = (5, 13, 24, 1, 9, 17, 11, 2)
-LIMIT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -65,14 +62,7 @@ class Training:
 
 def run_rank(rank: int, folder: str, trainings: Mapping[str, Training]) -> None:
     """Every training of one world size; results go to `rank_N.pt`, by name."""
-    torch.set_num_threads(1)
-    world_size = next(iter(trainings.values())).world_size
-    store = FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=LIMIT)
-    results = {name: _train(one) for name, one in trainings.items()}
-    torch.save(results, Path(folder) / f"rank_{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    serve_rank(rank, folder, trainings, _train)
 
 
 def _train(one: Training) -> list[dict[str, Any]]:

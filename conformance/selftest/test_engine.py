@@ -8,7 +8,6 @@ Ranks compute, this process judges. One world of processes for each world size r
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +22,12 @@ from reference.evaluate import evaluate
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from conformance.selftest.engine_ranks import ENTROPY_COEFF, TOP_K, Batch, Case, run_rank
+from conformance.selftest.rank_worlds import found_by_ranks
 from impl.parallel import ParallelLayout
 from impl.scale import Road
 
 BUDGET = 1e-9
 pytestmark = pytest.mark.xdist_group("engine")  # its worlds of ranks start once, not per worker
-
-TIME_LIMIT = 120  # seconds, for all cases of a world
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -108,24 +106,7 @@ EVERY_CASE = pytest.mark.parametrize("name", ALL)
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """Of every case: what each rank found."""
-    fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["conformance.selftest.engine_ranks"])
-    found: dict[str, list[dict[str, Any]]] = {}
-    for world_size in sorted({case.world_size for case in ALL.values()}):
-        cases = {name: case for name, case in ALL.items() if case.world_size == world_size}
-        folder = tmp_path_factory.mktemp(f"world_{world_size}")
-        ranks = [
-            fork.Process(target=run_rank, args=(rank, str(folder), cases), daemon=True)
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(TIME_LIMIT)
-            process.kill()
-        by_rank = [torch.load(folder / f"rank_{rank}.pt") for rank in range(world_size)]
-        found |= {name: [rank[name] for rank in by_rank] for name in cases}
-    return found
+    return found_by_ranks(ALL, run_rank, tmp_path_factory.mktemp)
 
 
 @functools.cache

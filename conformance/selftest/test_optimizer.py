@@ -9,7 +9,6 @@ a gradient that is almost 0, about 1e-16, moves a weight by up to `lr` times 1e-
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,13 @@ from reference import Batch, Loss, ModelConfig, evaluate
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from conformance.selftest.optimizer_ranks import NUM_STEPS, SEQLENS, Training, run_rank
+from conformance.selftest.rank_worlds import found_by_ranks
 from impl.megatron.cpu import cpu_training_mode
 from impl.megatron.training import build_optimizer
 from impl.parallel import ParallelLayout
 
 ROUNDINGS = 1e-14
 BUDGET = 1e-12  # a step
-TIME_LIMIT = 120  # seconds, for all trainings of a world
 pytestmark = pytest.mark.xdist_group("optimizer")  # its worlds of ranks start once
 
 BIASED: dict[str, Any] = {
@@ -119,24 +118,7 @@ class TorchAdam:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, list[list[dict[str, Any]]]]:
     """Of every training: what each rank found in each step."""
-    fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["conformance.selftest.optimizer_ranks"])
-    found: dict[str, list[list[dict[str, Any]]]] = {}
-    for world_size in sorted({one.world_size for one in ALL.values()}):
-        trainings = {name: one for name, one in ALL.items() if one.world_size == world_size}
-        folder = tmp_path_factory.mktemp(f"world_{world_size}")
-        ranks = [
-            fork.Process(target=run_rank, args=(rank, str(folder), trainings), daemon=True)
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(TIME_LIMIT)
-            process.kill()
-        by_rank = [torch.load(folder / f"rank_{rank}.pt") for rank in range(world_size)]
-        found |= {name: [rank[name] for rank in by_rank] for name in trainings}
-    return found
+    return found_by_ranks(ALL, run_rank, tmp_path_factory.mktemp)
 
 
 @functools.cache
