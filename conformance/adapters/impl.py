@@ -32,6 +32,7 @@ from .impl_translate import (
     pack_seen,
     poisoned,
     versions,
+    weighted_loss,
 )
 
 if TYPE_CHECKING:
@@ -193,11 +194,9 @@ class _ModelRun:
         return dynamic_cp_merge_output(outputs, sub, groups=self.groups)
 
     def loss(self, merged: dict[str, Tensor], micro_batch: MicroBatch) -> Tensor:
-        from impl.loss import weighted_sum
-
-        entropy = self.task.loss.entropy_coeff * merged["entropy"].values()
         weights = torch.cat([self.weights[sample] for sample in micro_batch.samples])
-        return weighted_sum(-merged["logprobs"].values() - entropy, weights)
+        logprobs, entropy = merged["logprobs"].values(), merged["entropy"].values()
+        return weighted_loss(self.task, logprobs, entropy, weights)
 
     def keep_packed(self, packed: PackedRow) -> None:
         self.spell(packed)

@@ -21,7 +21,7 @@ from torch import Tensor
 from impl.pack import jagged
 from impl.plan import GroupPlan, MicroBatchPlan
 from impl.plan import Plan as StepPlan
-from impl.schedule import split_samples
+from impl.schedule import deal_samples, split_samples
 
 from ..protocol import MicroBatch, Outputs, Plan, RankContext, Schedule, Task, Unsupported
 from .impl_binding import BoundGroups, interrupt
@@ -34,6 +34,7 @@ from .impl_translate import (
     pack_seen,
     poisoned,
     versions,
+    weighted_loss,
 )
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _micro_batch(task: Task, micro_batch: MicroBatch, state: ParallelState) -> M
     if len(set(sizes)) == 1:
         held = split_samples(seqlens, world_size=world_size, cp_size=sizes[0])
     else:
-        held = _deal(seqlens, sizes)
+        held = deal_samples(seqlens, cp_sizes=sizes)
     blocks = starmap(range, pairwise(accumulate(sizes, initial=0)))
     return MicroBatchPlan(
         tuple(
@@ -146,17 +147,6 @@ def _micro_batch(task: Task, micro_batch: MicroBatch, state: ParallelState) -> M
             for block, mine in zip(blocks, held, strict=True)
         )
     )
-
-
-def _deal(seqlens: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Long samples first, each to the group with the fewest tokens a rank."""
-    held: list[list[int]] = [[] for _ in sizes]
-    tokens = [0] * len(sizes)
-    for sample in sorted(range(len(seqlens)), key=lambda sample: -seqlens[sample]):
-        group = min(range(len(sizes)), key=lambda each: (tokens[each] / sizes[each], each))
-        held[group].append(sample)
-        tokens[group] += seqlens[sample]
-    return [sorted(group) for group in held]
 
 
 class _EngineRun:
@@ -215,12 +205,9 @@ class _EngineRun:
     def loss(
         self, outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        from impl.loss import weighted_sum
-
         check_probe(outputs["probe"], inputs)
-        values = -outputs["logprobs"].values()
-        values = values - self.task.loss.entropy_coeff * outputs["entropy"].values()
-        return weighted_sum(values, inputs["weights"].values()), {}
+        logprobs, entropy = outputs["logprobs"].values(), outputs["entropy"].values()
+        return weighted_loss(self.task, logprobs, entropy, inputs["weights"].values()), {}
 
     def poison_padding(
         self, model: object, inputs: object, keywords: Mapping[str, Any], logits: Tensor

@@ -108,6 +108,13 @@ def check_probe(found: Tensor, inputs: Mapping[str, Tensor]) -> None:
         )
 
 
+def weighted_loss(task: Task, logprobs: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
+    """What is differentiated: of some tokens [N] their part of the loss of the batch."""
+    from impl.loss import weighted_sum
+
+    return weighted_sum(-logprobs - task.loss.entropy_coeff * entropy, weights)
+
+
 def pack_seen(samples: tuple[int, ...], packed: PackedRow) -> Pack:
     """What was handed to the model, in the protocol's form."""
     return Pack(
