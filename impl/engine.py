@@ -145,8 +145,10 @@ class Engine:
             PlanMismatch: ranks have different lengths, plans or settings, before the model runs.
         """
         seqlens = common_seqlens(batch)
-        plan = plan or self.state.plan(seqlens)
-        self._check_plan(plan, seqlens)
+        if plan is None:
+            plan = self.state.plan(seqlens)
+        else:
+            self._check_plan(plan, seqlens)
         self.groups.check_same_plan(plan, self.state.config, self.layout, forward_only)
         micro_batches = self._micro_batches(batch, plan, fill)
         if on_pack is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,8 @@ def merge_slots(plan: Plan) -> tuple[Tensor, int]:
     (tensor([2, 3, 0]), 2)
     """
     sent: list[list[Tensor]] = [[] for _ in range(plan.world_size)]
-    for group, tokens in _tokens_of_groups(plan):
+    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    for group, tokens in zip(groups, _tokens_of(groups, plan), strict=True):
         for cp_rank, rank in enumerate(group.ranks):
             sent[rank].append(share_of(tokens, cp_size=group.cp_size, cp_rank=cp_rank))
     rows = max(sum(map(len, shares)) for shares in sent)
@@ -86,13 +87,11 @@ def share_of(values: Tensor, *, cp_size: int, cp_rank: int) -> Tensor:
     return values[cp_rank * share :][:share]
 
 
-def _tokens_of_groups(plan: Plan) -> Iterator[tuple[GroupPlan, Tensor]]:
-    """Every group, and which tokens of the batch it holds, in the order it holds them."""
+def _tokens_of(groups: Iterable[GroupPlan], plan: Plan) -> list[Tensor]:
+    """Which tokens of the batch each group holds, in the order it holds them."""
     sequences = torch.arange(sum(plan.seqlens)).split(list(plan.seqlens))
     nothing = sequences[0][:0]
-    for micro_batch in plan.micro_batches:
-        for group in micro_batch.groups:
-            yield group, torch.cat([nothing, *(sequences[sample] for sample in group.samples)])
+    return [torch.cat([nothing, *(sequences[each] for each in one.samples)]) for one in groups]
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,8 @@ class _Route:
 
 
 def _route(plan: Plan, dp_cp_group: dist.ProcessGroup, device: torch.device) -> _Route:
-    rank = dp_cp_group.rank()
-    mine = [pair for pair in _tokens_of_groups(plan) if rank in pair[0].ranks]
-    groups, tokens = zip(*mine, strict=True) if mine else ((), ())
+    groups = plan.for_rank(dp_cp_group.rank())
+    tokens = _tokens_of(groups, plan)
     slots, rows = merge_slots(plan)
     there = [one.to(device, non_blocking=True) for one in (slots, *tokens)]
     return _Route(there[0], rows, groups, tuple(there[1:]), dp_cp_group)

@@ -49,7 +49,7 @@ def make_plan(
     else:
         from .megatron.scheduler import megatron_plan  # the only one that needs Megatron
 
-        plan = megatron_plan(
+        return megatron_plan(  # which validates, to say whose fault it is
             lengths, config=config, world_size=world_size, tp_size=tp_size, barriered=barriered
         )
     validate(plan, config=config, tp_size=tp_size)

@@ -24,7 +24,6 @@ class MegatronFeatures:
 
     Args:
         version: as it calls itself.
-        packed_cp_group: `PackedSeqParams` declares `cp_group`.
         pad_between_seqs: `PackedSeqParams` can say that there is padding between sequences.
         size_beside_group: modules follow the packed group only if `local_cp_size` is given too.
         group_keyword: of `initialize_model_parallel`, makes Megatron's own groups; None if it
@@ -33,7 +32,6 @@ class MegatronFeatures:
     """
 
     version: str
-    packed_cp_group: bool
     pad_between_seqs: bool
     size_beside_group: bool
     group_keyword: str | None
@@ -50,7 +48,6 @@ def features() -> MegatronFeatures:
     name = "dynamic" if dynamic else "hybrid" if hybrid else None
     return MegatronFeatures(
         version=megatron.core.__version__,
-        packed_cp_group="cp_group" in packed,
         pad_between_seqs="pad_between_seqs" in packed,
         size_beside_group=dynamic,
         group_keyword=f"{name}_context_parallel" if name else None,
