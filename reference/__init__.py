@@ -1,12 +1,13 @@
 """The oracle: what is right, in float64, in one process, with torch alone."""
 
 from .batch import Batch, Loss, Result
-from .config import ModelConfig, check_weights, random_weights, weight_shapes
+from .config import MLA, ModelConfig, MoE, RopeScaling
 from .evaluate import evaluate
 from .groups import choose_local_cp_size, split
 from .model import logits
 from .outputs import entropy, logprobs
 from .packed import evaluate_packed
+from .weights import check_weights, random_weights, weight_shapes
 from .zigzag import (
     alignment,
     next_token_labels,
@@ -18,10 +19,13 @@ from .zigzag import (
 )
 
 __all__ = [
+    "MLA",
     "Batch",
     "Loss",
+    "MoE",
     "ModelConfig",
     "Result",
+    "RopeScaling",
     "alignment",
     "check_weights",
     "choose_local_cp_size",

@@ -1,7 +1,7 @@
 """What goes into the oracle and what comes out of it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -98,8 +98,14 @@ class Result:
         logits: [L_i, V] for each sequence.
         logprobs: float64 [L_i] for each sequence; the last entry has no label and is 0.
         entropy: float64 [L_i] for each sequence, in nats.
-        loss: float64 scalar.
+        loss: float64 scalar, auxiliary losses included.
         gradients: of the loss, for every weight; zeros where it does not depend on one.
+        auxiliary: the parts of the loss, coefficients included, that are not the predictions':
+            "moe_aux", "moe_seq_aux", "moe_z" and "mtp", those that the model has.
+        mtp_logprobs: float64 [L_i, mtp_depth] for each sequence; entry (t, k) is that of token
+            t + k + 2, and 0 where there is none. Empty without MTP.
+        routing: int64 [L_i, layers with experts, top_k] for each sequence, those of MTP last: the
+            experts that every token went to, ascending. Empty without experts.
     """
 
     logits: tuple[Tensor, ...]
@@ -107,6 +113,9 @@ class Result:
     entropy: tuple[Tensor, ...]
     loss: Tensor
     gradients: dict[str, Tensor]
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)
+    mtp_logprobs: tuple[Tensor, ...] = ()
+    routing: tuple[Tensor, ...] = ()
 
 
 def check_vocabulary(batch: Batch, vocab_size: int) -> None:

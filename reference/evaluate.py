@@ -1,13 +1,14 @@
 """The answer by definition: one sequence at a time, then one sum."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from . import model, outputs
 from .batch import Batch, Loss, Result, check_vocabulary, loss_weights
-from .config import ModelConfig, check_weights
+from .config import ModelConfig
+from .weights import check_weights
 
 __all__ = ["Batch", "Loss", "Result", "evaluate"]
 
@@ -18,6 +19,8 @@ def evaluate(
     batch: Batch,
     loss: Loss,
     *,
+    packs: Sequence[Sequence[int]] = (),
+    routing: Sequence[Tensor] = (),
     dtype: torch.dtype = torch.float64,
 ) -> Result:
     """Logits, log-probs, entropy, loss and gradients of a batch.

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .batch import Batch, Loss, Result, check_vocabulary, loss_weights
-from .config import ModelConfig, check_weights
+from .config import ModelConfig
+from .weights import check_weights
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 import reference
 
-MODULES = ["config", "evaluate", "groups", "outputs", "zigzag"]
+MODULES = ["evaluate", "groups", "outputs", "weights", "zigzag"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import Loss, evaluate, model, random_weights
+from reference import Loss, attention, evaluate, layers, model, random_weights, rope
 from reference.batch import AGGREGATIONS
 from reference.outputs import entropy, logprobs
 
@@ -52,9 +52,9 @@ def test_gradcheck_passes_for_the_logits_of_a_tiny_model(name: str) -> None:
 def test_gradcheck_passes_for_causal_attention(
     query_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "QUERY_ROWS", query_rows)
+    monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
     inputs = _normal(3, 4, 2), _normal(3, 2, 2, seed=1), _normal(3, 2, 2, seed=2)
-    assert torch.autograd.gradcheck(model.causal_attention, inputs)
+    assert torch.autograd.gradcheck(attention.causal_attention, inputs)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -62,12 +62,12 @@ def test_gradcheck_passes_for_rotation(name: str) -> None:
     positions = torch.tensor([0, 1, 5])
 
     def rotate(x: Tensor) -> Tensor:
-        return model.rotate(x, positions, TINY_MODELS[name])
+        return rope.rotate(x, positions, TINY_MODELS[name], layer=0)
 
     assert torch.autograd.gradcheck(rotate, (_normal(3, 2, 4),))
 
 
-@pytest.mark.parametrize("activation", [model.gelu, model.gelu_tanh])
+@pytest.mark.parametrize("activation", [layers.gelu, layers.gelu_tanh])
 def test_gradcheck_passes_for_activations(activation: Callable[[Tensor], Tensor]) -> None:
     assert torch.autograd.gradcheck(activation, (_normal(8),))
 

@@ -25,7 +25,7 @@ WEIGHTS = random_weights(CONFIG, seed=0)
         ({"head_dim": 8.0}, "head_dim=8.0 must be an integer of at least 1"),
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"norm": "batchnorm"}, "norm='batchnorm' is unknown; choose one of rmsnorm, layernorm"),
-        ({"activation": "relu"}, "activation='relu' is unknown; choose one of swiglu, gelu"),
+        ({"activation": "relu"}, "activation='relu' is unknown; choose one of swiglu, geglu_tanh"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 must be positive and finite"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0 must be positive and finite"),
         ({"rope_fraction": 1.5}, "rope_fraction=1.5 must be above 0 and at most 1"),

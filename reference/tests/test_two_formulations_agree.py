@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from reference import Batch, Loss, evaluate, evaluate_packed, model, packed, random_weights
+from reference import Batch, Loss, attention, evaluate, evaluate_packed, packed, random_weights
 
 from .agreement import assert_agree, errors
 from .small_models import CONFIGS, random_batch, small_config
@@ -68,7 +68,7 @@ def test_formulations_agree_for_every_batch_and_loss(batch: Batch, loss: Loss) -
 def test_formulations_agree_when_attention_is_made_in_blocks(
     query_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "QUERY_ROWS", query_rows)
+    monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
     config, batch = small_config(), random_batch(SEQLENS)
     weights = random_weights(config, seed=3)
     expected = evaluate_packed(config, weights, batch, Loss())
