@@ -18,6 +18,7 @@ def gptmodel_forward_model_engine(
     batch: SubBatch,
     *,
     tp_size: int = 1,
+    mtp_depth: int = 0,
     logits_processor: LogitsProcessor | None = None,
     fill: Mapping[str, float] | None = None,
     on_pack: Callable[[PackedRow], None] | None = None,
@@ -31,8 +32,10 @@ def gptmodel_forward_model_engine(
         model: a GPTModel whose attention follows the packed CP group (`impl.megatron.bind`).
         batch: "input_ids" int64, and side inputs of the same lengths.
         tp_size: with sequence parallelism, packs divide by it as well.
+        mtp_depth: how many further tokens the model predicts.
         logits_processor: called as `f(logits [R, V], labels [R], **side inputs [R, ...])`;
-            returns outputs [R, ...] by name. Without one, the logits themselves.
+            returns outputs [R, ...] by name. Without one, the logits themselves. With further
+            predictions it gets `mtp_logits` [R, depth, V] and `mtp_labels` [R, depth] as well.
         fill: by name, what padded rows of the inputs hold; 0 where not named.
         on_pack: called with the packed row, for inspection.
     Returns:
@@ -45,6 +48,7 @@ def gptmodel_forward_model_engine(
         rules=batch.rules,
         fill=fill,
         labels_of="input_ids",
+        mtp_depth=mtp_depth,
         seqlens=batch.seqlens,
     )
     if on_pack is not None:
@@ -56,7 +60,7 @@ def run_pack(model: nn.Module, packed: PackedRow) -> Tensor:
     """A pack through a model or a pipeline stage of it.
 
     Returns:
-        logits [1, T, V], or of an earlier stage the hidden states for the next.
+        logits [1 + mtp_depth, T, V], or of an earlier stage the hidden states for the next.
     """
     output: Tensor = model(
         packed.tensors["input_ids"].unsqueeze(0),
@@ -70,12 +74,19 @@ def run_pack(model: nn.Module, packed: PackedRow) -> Tensor:
 def process_logits(
     logits: Tensor, packed: PackedRow, logits_processor: LogitsProcessor | None
 ) -> dict[str, Tensor]:
-    """Logits [1, T, V] of a pack → outputs per sequence; see `gptmodel_forward_model_engine`."""
+    """Logits [1 + mtp_depth, T, V] of a pack → outputs per sequence.
+
+    See `gptmodel_forward_model_engine`.
+    """
     real = {name: drop_padding(rows, packed.index) for name, rows in packed.tensors.items()}
     del real["input_ids"]
-    real_logits = drop_padding(logits.squeeze(0), packed.index)
+    real_logits, further = drop_padding(logits[0], packed.index), {}
+    if "mtp_labels" in real:
+        further["mtp_logits"] = drop_padding(logits[1:].transpose(0, 1), packed.index)
     outputs = (
-        logits_processor(real_logits, **real) if logits_processor else {"logits": real_logits}
+        logits_processor(real_logits, **real, **further)
+        if logits_processor
+        else {"logits": real_logits, **further}
     )
     if not isinstance(outputs, Mapping):
         raise ValueError(f"the logits processor returned {outputs!r}, not outputs by name")

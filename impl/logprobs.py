@@ -12,11 +12,12 @@ def logprobs_and_entropy(
     """Log-prob of each label and entropy of each distribution, in nats.
 
     Args:
-        logits: [R, V], left as they are; promoted to float32 at least.
-        labels: int64 [R]; a negative one has no log-prob: 0.
-        temperature: [R], positive; logits are divided by it for both outputs.
+        logits: [R, V], or [R, depth, V] of further predictions; left as they are; promoted to
+            float32 at least.
+        labels: int64 [R], or [R, depth]; a negative one has no log-prob: 0.
+        temperature: [R], or [R, 1], positive; logits are divided by it for both outputs.
     Returns:
-        `logprobs` and `entropy`, each [R].
+        `logprobs` and `entropy`, each [R], or [R, depth].
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scaled = logits.to(dtype) / temperature.to(dtype).unsqueeze(-1)

@@ -59,6 +59,28 @@ def prediction_weights(loss_mask: Tensor, *, aggregation: str) -> Tensor:
     return valid / divisor.clamp(min=1).double()
 
 
+def mtp_weights(loss_mask: Tensor, *, depth: int, coeff: float) -> Tensor:
+    """Weights of multi-token prediction, for a whole batch before it is cut.
+
+    With them its part of the loss is the sum over all tokens and depths of weight times
+    `-logprob`, like that of `prediction_weights`: `coeff` times the mean over depths of the mean
+    over the batch. The aggregation of the loss does not concern it. A depth that predicts nothing
+    valid adds 0 to that mean.
+
+    Args:
+        loss_mask: jagged bool [S, L]; entry i says that token i is a target, which depth k
+            predicts at i - k - 2.
+    Returns:
+        float64 [N, depth].
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2, equations 24 and 25.
+    """
+    columns = []
+    for ahead in range(2, depth + 2):
+        valid, _ = _valid_predictions(loss_mask, ahead=ahead)
+        columns.append(valid.double() * coeff / (depth * valid.sum().clamp(min=1)))
+    return torch.stack(columns, 1)
+
+
 def own_weights(weights: Tensor, *, loss_mask: Tensor) -> Tensor:
     """A user's own weight of the prediction made at each token, checked, for a whole batch.
 
@@ -126,12 +148,17 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(weights != 0, values, 0) * weights).sum()
 
 
-def _valid_predictions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the prediction made at each token counts, bool [N], and lengths, int64 [S]."""
+def _valid_predictions(loss_mask: Tensor, *, ahead: int = 1) -> tuple[Tensor, Tensor]:
+    """Whether the prediction made at each token, of the one `ahead` further, counts, bool [N].
+
+    Returns:
+        that, and lengths, int64 [S].
+    """
     _check_jagged(loss_mask, "loss_mask")
     seqlens = offsets_of(loss_mask).diff()
-    valid = loss_mask.values().roll(-1, 0).bool()
-    valid[seqlens.cumsum(0) - 1] = False
+    valid = loss_mask.values().roll(-ahead, 0).bool()
+    back = torch.arange(1, ahead + 1, device=seqlens.device)
+    valid[(seqlens.cumsum(0)[:, None] - back)[back <= seqlens[:, None]]] = False
     return valid, seqlens
 
 

@@ -65,8 +65,10 @@ def drop_padding(rows: Tensor, index: RankIndex) -> Tensor:
     return rows.index_select(0, index.real_rows) if len(index.padding_rows) else rows
 
 
-def next_token_labels(values: Tensor, seqlens: tuple[int, ...], *, fill: int) -> Tensor:
-    """Labels [N] of concatenated sequences: the next token of the same sequence.
+def next_token_labels(
+    values: Tensor, seqlens: tuple[int, ...], *, fill: int, ahead: int = 1
+) -> Tensor:
+    """Labels [N] of concatenated sequences: the token `ahead` further in the same sequence.
 
     Shifted before any split: afterwards the neighbour may be on another rank. `fill` stands
     where a sequence ends.
@@ -74,6 +76,8 @@ def next_token_labels(values: Tensor, seqlens: tuple[int, ...], *, fill: int) ->
     >>> next_token_labels(torch.tensor([5, 6, 7, 8]), (3, 1), fill=-100).tolist()
     [6, 7, -100, -100]
     """
-    labels = values.roll(-1, 0)
-    ends = torch.tensor(seqlens, dtype=torch.int64).cumsum(0) - 1
+    labels = values.roll(-ahead, 0)
+    lengths = torch.tensor(seqlens, dtype=torch.int64)
+    back = torch.arange(1, ahead + 1)  # from the end of a sequence
+    ends = (lengths.cumsum(0)[:, None] - back)[back <= lengths[:, None]]
     return labels.index_fill_(0, ends.to(values.device, non_blocking=True), fill)

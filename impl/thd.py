@@ -48,6 +48,7 @@ def preprocess_thd_engine(
     cu_seqlens: str = "padded",
     fill: Mapping[str, float] | None = None,
     labels_of: str | None = None,
+    mtp_depth: int = 0,
     seqlens: tuple[int, ...] | None = None,
 ) -> PackedRow:
     """Pack jagged tensors for this CP rank, each sequence cut by itself.
@@ -61,6 +62,8 @@ def preprocess_thd_engine(
         fill: by name, what padded rows hold; 0 where not named.
         labels_of: name of the ids whose next tokens are packed as "labels", shifted inside each
             sequence before the split, `NO_LABEL` where there is none.
+        mtp_depth: of the model; "mtp_labels" [T, depth] are packed too, entry k being the token
+            k + 2 further.
         seqlens: their lengths, where they are on the host already.
     Raises:
         ValueError: what `rules` ask for cannot be had, or more than this Megatron knows; a name
@@ -70,9 +73,15 @@ def preprocess_thd_engine(
     values = {name: tensor.values() for name, tensor in tensors.items()}
     if seqlens is None:
         seqlens = seqlens_of(next(iter(tensors.values())))
-    fill = {**(fill or {}), "labels": NO_LABEL}
+    fill = {**(fill or {}), "labels": NO_LABEL, "mtp_labels": NO_LABEL}
     if labels_of is not None:
-        values["labels"] = next_token_labels(values[labels_of], seqlens, fill=NO_LABEL)
+        ahead = [
+            next_token_labels(values[labels_of], seqlens, fill=NO_LABEL, ahead=each)
+            for each in range(1, mtp_depth + 2)
+        ]
+        values["labels"] = ahead[0]
+        if mtp_depth:
+            values["mtp_labels"] = torch.stack(ahead[1:], 1)
     index = rank_index(
         seqlens,
         cp_size=cp_group.size(),
@@ -85,7 +94,15 @@ def preprocess_thd_engine(
         name: pack_rows(flat, index, pad_value=fill.get(name, 0)) for name, flat in values.items()
     }
     params = packed_seq_params(index, cp_group, cu_seqlens=cu_seqlens)
+    if mtp_depth:
+        params.next_ids = _next_ids(rows)  # for `impl.megatron.mtp`
     return PackedRow(rows, params, index, cp_group)
+
+
+def _next_ids(rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """What every module of multi-token prediction embeds, int64 [T] each; id 0 where none is."""
+    labels = torch.cat([rows["labels"].unsqueeze(1), rows["mtp_labels"][:, :-1]], 1)
+    return labels.clamp(min=0).unbind(1)
 
 
 def _check_names(
@@ -96,8 +113,9 @@ def _check_names(
     known = ", ".join(tensors)
     if labels_of is not None and labels_of not in tensors:
         raise ValueError(f"there is no {labels_of} in the batch to make labels of, only {known}")
-    if labels_of is not None and "labels" in tensors:
-        raise ValueError(f"labels are made of {labels_of}; rename the tensor called labels")
+    for name in ("labels", "mtp_labels"):
+        if labels_of is not None and name in tensors:
+            raise ValueError(f"{name} are made of {labels_of}; rename the tensor called {name}")
     for name in fill:
         if name not in tensors:
             raise ValueError(f"fill names {name}, which is not in the batch: {known}")

@@ -27,11 +27,11 @@ def vocab_parallel_logprobs_and_entropy(
     logits. They are left as they are, so either function of this module may come first.
 
     Args:
-        logits: [R, W]; promoted to float32 at least.
-        labels: int64 [R], of the whole vocabulary; a negative one has no log-prob: 0.
-        temperature: [R], positive; logits are divided by it for both outputs.
+        logits: [R, W], or [R, depth, W] of further predictions; promoted to float32 at least.
+        labels: int64 [R] or [R, depth], of the whole vocabulary; a negative one has log-prob 0.
+        temperature: [R] or [R, 1], positive; logits are divided by it for both outputs.
     Returns:
-        `logprobs` and `entropy`, each [R].
+        `logprobs` and `entropy`, each [R] or [R, depth].
     """
     logprobs, entropy = _LogprobsAndEntropy.apply(  # type: ignore[no-untyped-call]
         logits, labels, temperature, tp_group
@@ -67,7 +67,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         highest = scaled.amax(-1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         exp = (scaled - highest.unsqueeze(-1)).exp()
-        local = _local_labels(labels, scaled.shape[1], group.rank())
+        local = _local_labels(labels, scaled.shape[-1], group.rank())
         chosen = scaled.gather(-1, local.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         sums = torch.stack([exp.sum(-1), (exp * scaled).sum(-1), chosen.where(local >= 0, 0)])
         dist.all_reduce(sums, group=group)

@@ -6,7 +6,7 @@ position, so nothing has to be put back in order. Scores exist one block at a ti
 grows linearly with the number of keys.
 
 Shape letters: `T` packed rows here, `K` rows of all ranks, `H` query heads, `G` KV heads,
-`R` query heads per KV head, `D` head size.
+`R` query heads per KV head, `D` head size, `E` that of values where it is another.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExactAttention(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, G, D] → [T, H * D].
+        """query [T, H, D], key [T, G, D] and value [T, G, E] → [T, H * E].
 
         `packed_seq_params.layout` names the layout if it is not the zigzag, and `padded_lengths`
         has the lengths of `cu_seqlens_q_padded` where they are on the host already.
@@ -75,7 +75,8 @@ class ExactAttention(nn.Module):
             padded = tuple(each for each in lengths if each)  # a repeated offset is no sequence
         layout = getattr(packed_seq_params, "layout", "zigzag")
         if cp_size > 1:
-            key, value = gather_distinct(torch.stack([key, value], 1), group).unbind(1)
+            sizes = [key.shape[-1], value.shape[-1]]
+            key, value = gather_distinct(torch.cat([key, value], -1), group).split(sizes, -1)
         out: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
             query.unflatten(1, (key.shape[1], -1)),
             key,
@@ -146,8 +147,8 @@ class _BlockAttention(torch.autograd.Function):
         scale: float,
         blocks: tuple[Block, ...],
     ) -> Tensor:
-        """query [T, G, R, D], key and value [K, G, D] → [T, G, R, D]."""
-        out = torch.zeros_like(query)
+        """query [T, G, R, D], key [K, G, D] and value [K, G, E] → [T, G, R, E]."""
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         lse = query.new_full(query.shape[:-1], -math.inf)
         for q, k, hidden in blocks:
             scores = _scores(query[q], key[k], scale, hidden)

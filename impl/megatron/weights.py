@@ -1,33 +1,25 @@
 """Weights and gradients between Hugging Face names and Megatron's, fused matrices included.
 
 Megatron keeps q, k and v of one KV head side by side in `linear_qkv`, and the gate on top of the
-up projection in `linear_fc1`. All else is a change of name.
+up projection in `linear_fc1`. All else is a change of name; `impl.megatron.names` has the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .model import GPTConfig
+from .gpt_config import GPTConfig
+from .mla import mla_names
+from .mtp import mtp_names
+from .names import Names, Source, attention_names, mlp_names, module, norm_names, under
 
 _LAYERS = "decoder.layers."
-_OUTER = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "decoder.final_layernorm": "model.norm",
-    "output_layer": "lm_head",
-}
-_RENAMED = {
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "self_attention.q_layernorm": "self_attn.q_norm",
-    "self_attention.k_layernorm": "self_attn.k_norm",
-}
 _SPLIT_OUTPUTS = (
     "embed_tokens",
     "lm_head",
@@ -37,8 +29,37 @@ _SPLIT_OUTPUTS = (
     "gate_proj",
     "up_proj",
     "c_fc",
+    "eh_proj",
 )
 _SPLIT_INPUTS = ("o_proj", "down_proj", "c_proj")
+
+
+@lru_cache(maxsize=4)
+def parameter_names(config: GPTConfig) -> Mapping[str, Source]:
+    """What every parameter of the whole model is made of, by Megatron's name."""
+    output = "model.embed_tokens" if config.tied else "lm_head"  # a later stage has a copy
+    names = {
+        **dict(module("embedding.word_embeddings", "model.embed_tokens")),
+        **dict(module("decoder.final_layernorm", "model.norm")),
+        **dict(module("output_layer", output)),
+    }
+    for layer in range(config.num_layers):
+        names.update(
+            under(f"{_LAYERS}{layer}", f"model.layers.{layer}", layer_names(config, layer))
+        )
+    for depth in range(config.mtp_depth):
+        layer = config.num_layers + depth
+        own = mtp_names(layer_names(config, layer))
+        names.update(under(f"mtp.layers.{depth}", f"model.layers.{layer}", own))
+    return names
+
+
+def layer_names(config: GPTConfig, layer: int) -> Names:
+    """The parameters of one layer, counted from 0, by their names within it."""
+    yield from norm_names(config)
+    attention = attention_names(config) if config.mla is None else mla_names(config.mla)
+    yield from under("self_attention", "self_attn", attention)
+    yield from under("mlp", "mlp", mlp_names(config))
 
 
 @dataclass(frozen=True)
@@ -85,15 +106,16 @@ def load_hf_weights(
     Raises:
         ValueError: a weight is missing, left over, or of another shape.
     """
-    unused = set(weights)
+    names, unused = parameter_names(config), set(weights)
     with torch.no_grad():
         for name, parameter in _global_parameters(model):
-            parts = _hf_names(name, config)
+            source = names[name]
+            parts = source.parts
             missing = [part for part in parts if part not in weights]
             if missing:
                 raise ValueError(f"no weight for {', '.join(missing)}, which {name} needs")
             local = [shard.part_of(part, weights[part]) for part in parts]
-            fused = _fuse(name, config, shard)(local)
+            fused = source.layout.fuse(local, shard.size)
             if fused.shape != parameter.shape:
                 raise ValueError(
                     f"{', '.join(parts)} make {tuple(fused.shape)}, {name} is "
@@ -113,13 +135,13 @@ def to_hf(
     Args:
         shard: the part that `tensors` are of the whole; what comes out is that part too.
     """
-    return {
-        part: piece
-        for name, tensor in tensors.items()
-        for part, piece in zip(
-            _hf_names(name, config), _take_apart(name, tensor, config, shard), strict=True
-        )
-    }
+    names = parameter_names(config)
+    pieces: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        source = names[name]
+        apart = source.layout.take_apart(tensor, len(source.parts), shard.size)
+        pieces.update(zip(source.parts, apart, strict=True))
+    return pieces
 
 
 def hf_gradients(
@@ -157,40 +179,3 @@ def _global_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             layer, _, rest = name.removeprefix(_LAYERS).partition(".")
             name = f"{_LAYERS}{int(layer) + first}.{rest}"
         yield name, parameter
-
-
-def _hf_names(name: str, config: GPTConfig) -> list[str]:
-    """The Hugging Face names that one Megatron parameter holds, in the order it holds them."""
-    module, _, kind = name.rpartition(".")
-    if module == "output_layer" and config.tied:  # a later pipeline stage has a copy
-        return ["model.embed_tokens.weight"]
-    if module in _OUTER:
-        return [f"{_OUTER[module]}.{kind}"]
-    layer, _, module = module.removeprefix(_LAYERS).partition(".")
-    if module == "self_attention.linear_qkv":
-        inner = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-    elif module == "mlp.linear_fc1":
-        inner = ["mlp.gate_proj", "mlp.up_proj"] if config.activation == "swiglu" else ["mlp.c_fc"]
-    elif module == "mlp.linear_fc2":
-        inner = ["mlp.down_proj"] if config.activation == "swiglu" else ["mlp.c_proj"]
-    else:
-        inner = [_RENAMED[module]]
-    return [f"model.layers.{layer}.{part}.{kind}" for part in inner]
-
-
-def _fuse(name: str, config: GPTConfig, shard: TensorShard) -> Callable[[list[Tensor]], Tensor]:
-    if "linear_qkv" not in name:
-        return torch.cat  # of one part, or of gate and up
-    kv_heads = config.num_kv_heads // shard.size
-    return lambda parts: torch.cat(
-        [part.unflatten(0, (kv_heads, -1)) for part in parts], 1
-    ).flatten(0, 1)
-
-
-def _take_apart(name: str, tensor: Tensor, config: GPTConfig, shard: TensorShard) -> list[Tensor]:
-    if "linear_qkv" in name:
-        by_kv_head = tensor.unflatten(0, (config.num_kv_heads // shard.size, -1))
-        queries = config.num_heads // config.num_kv_heads * config.head_dim
-        sizes = [queries, config.head_dim, config.head_dim]
-        return [part.flatten(0, 1) for part in by_kv_head.split(sizes, 1)]
-    return list(tensor.chunk(len(_hf_names(name, config))))

@@ -80,7 +80,7 @@ def _by_ranks(
 ) -> Tensor:
     """The module's output [N, H * D] of all ranks, tokens back in order."""
     tokens = pack_layout(padded, cp_size=cp_size, rules=PackRules(layout=layout)).tokens
-    everything = torch.stack([key, value], 1)[tokens.flatten()]
+    everything = torch.cat([key, value], -1)[tokens.flatten()]
     monkeypatch.setattr(attention, "gather_distinct", lambda stacked, group: everything)
     out = torch.empty(len(query), H * D, dtype=query.dtype)
     for rank, mine in enumerate(tokens):
@@ -137,7 +137,7 @@ def test_repeated_offsets_are_no_sequences_on_any_rank(monkeypatch) -> None:
     """Rank 1 of 2 holds positions 2, 3, 4, 5 and 1, 2 of the two sequences."""
     q, k, v = _inputs((8, 4))
     tokens = pack_layout((8, 4), cp_size=2).tokens
-    everything = torch.stack([k, v], 1)[tokens.flatten()]
+    everything = torch.cat([k, v], -1)[tokens.flatten()]
     monkeypatch.setattr(attention, "gather_distinct", lambda stacked, group: everything)
     params = _params((8, 4, 0, 0, 0), FakeGroup(2, 1))
     mine = tokens[1]

@@ -204,7 +204,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(change, words) -> None:
     ("changes", "words"),
     [
         ({"norm": "batchnorm"}, "norm='batchnorm' must be one of rmsnorm, layernorm and "),
-        ({"activation": "relu"}, "activation='relu' one of swiglu, gelu, gelu_tanh"),
+        ({"activation": "relu"}, "activation='relu' one of swiglu, geglu_tanh"),
         ({"mlp_bias": True}, "Megatron has all three, the first alone, or none"),
         ({"attention_out_bias": True, "mlp_bias": True}, "Megatron has all three"),
         ({"qk_norm": True, "norm": "layernorm"}, "qk_norm=True needs norm='rmsnorm'"),
@@ -216,7 +216,7 @@ def test_model_that_megatron_cannot_build_is_refused(changes, words) -> None:
 
 
 def test_rope_frequencies_are_float64_of_the_share_that_rotates() -> None:
-    from impl.megatron.model import rope_frequencies
+    from impl.megatron.rope import rope_frequencies
 
     frequencies = rope_frequencies(_config(rope_fraction=0.5, rope_theta=100.0))
 
