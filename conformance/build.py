@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .batch_file import Document
 from .case import Case, Step
+from .models import MODEL_SPECS
 from .protocol import (
     Batch,
     Loss,
@@ -24,37 +25,6 @@ from .protocol import (
     Task,
 )
 
-_BASE = ModelSpec(
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=64,
-)
-MODEL_SPECS = {
-    "llama": _BASE,
-    "qwen2": replace(_BASE, qkv_bias=True, tied=True, rope_theta=1e6),
-    "qwen3": replace(_BASE, qk_norm=True, head_dim=16, norm_eps=1e-6),
-    "starcoder2": replace(
-        _BASE,
-        norm="layernorm",
-        activation="gelu_tanh",
-        qkv_bias=True,
-        attention_out_bias=True,
-        mlp_bias=True,
-    ),
-    "gptj": replace(
-        _BASE,
-        norm="layernorm",
-        activation="gelu",
-        num_kv_heads=4,
-        rope_interleaved=True,
-        rope_fraction=0.5,
-    ),
-    "mqa": replace(_BASE, num_kv_heads=1, rope_fraction=0.5),
-}
 _LOSSES = {
     "tokenmean": Loss("token-mean"),
     "seqmean": Loss("sequence-mean-token-mean"),
@@ -127,6 +97,7 @@ class TaskBuilder:
             padding,
             case.parallel,
             case.interrupted,
+            _random_routing(spec, batch, seed=self.seed) if case.replay else (),
         )
 
     def _documents(self, case: Case) -> tuple[Document, ...]:
@@ -183,7 +154,25 @@ def _divisible(spec: ModelSpec, parallel: Parallel) -> ModelSpec:
     shared = ("num_heads", "num_kv_heads", "ffn_size", "vocab_size")
     wider = {name: math.lcm(getattr(spec, name), parallel.tp_size) for name in shared}
     layers = max(spec.num_layers, parallel.pp_size * parallel.vpp_size)
-    return replace(spec, num_layers=layers, **wider)  # type: ignore[arg-type]
+    moe = spec.moe
+    if moe is not None:
+        moe = replace(moe, num_experts=math.lcm(moe.num_experts, parallel.ep_size))
+    return replace(spec, num_layers=layers, moe=moe, **wider)  # type: ignore[arg-type]
+
+
+def _random_routing(spec: ModelSpec, batch: Batch, *, seed: int) -> tuple[Tensor, ...]:
+    """Experts for every token and layer that has them, as no router would choose them."""
+    moe = spec.moe
+    assert moe is not None
+    layers = spec.num_layers - moe.num_dense_layers + spec.mtp_depth
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.rand(seqlen, layers, moe.num_experts, generator=draw)
+        .topk(moe.top_k)
+        .indices.sort()
+        .values
+        for seqlen in batch.seqlens
+    )
 
 
 def _dense_ids(documents: Sequence[Document]) -> tuple[tuple[Tensor, ...], int]:

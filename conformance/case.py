@@ -11,21 +11,24 @@ An id reads `PADDING-WORLDranks-cpPLAN`, then whatever differs from the default:
     lens5_13_1-2ranks-cp2-qwen3-t0.7   lengths spelled out, another model, temperature 0.7
     ragged-8ranks-cp2-tp2-sp-pp2       tensor, sequence and pipeline parallel; DP×CP is 2
     ragged-4ranks-cp2.2-interrupted    the second pass fails inside a layer before it is run
+    ragged-4ranks-cp1.4-mixtral-replay the experts of every token are given
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from .lengths import COLUMNS, POISONS, REFUSALS, case_lengths
+from .models import MODEL_SPECS
 from .protocol import ALONE, Parallel, Schedule
 
 MASKS = ("uneven", "full", "single", "shard", "rank", "none")
 TEMPERATURES = ("t1", "t0.7", "t2", "teach")
 LOSSES = ("tokenmean", "seqmean", "seqsum", "entropy")
-MODELS = ("llama", "qwen2", "qwen3", "starcoder2", "gptj", "mqa")
+MODELS = tuple(MODEL_SPECS)
 _DEFAULTS = {"mask": "uneven", "temperature": "t1", "loss": "tokenmean", "model": "llama"}
 _PADDINGS = (
     *(column for column in COLUMNS if column not in ("poisoned", "refused", "text")),
@@ -42,10 +45,13 @@ _PARALLEL = {  # by how ids spell them
     "sp": "sequence_parallel",
     "pp": "pp_size",
     "vpp": "vpp_size",
+    "ep": "ep_size",
     "static": "static_cp_size",
     "recompute": "recompute",
     "distopt": "distributed_optimizer",
 }
+
+_FLAGS = ("interrupted", "replay")
 
 Step = tuple[int | tuple[int, ...], ...]
 """For each micro-batch the CP size of its groups, or of every group where they differ."""
@@ -59,7 +65,8 @@ class Case:
         padding: what the lengths are like; `poisoned_nan` is column `poisoned`.
         world: ranks. cp: per pass, its micro-batches, or who plans it.
         mask, temperature, loss, model: names from the tuples above.
-        parallel: how the model is spread. interrupted: `Task.interrupted`.
+        parallel: how the model is spread. interrupted: `Task.interrupted`. replay: experts are
+            given to tokens, see `Task.routing`.
     """
 
     padding: str
@@ -71,6 +78,7 @@ class Case:
     model: str = "llama"
     parallel: Parallel = ALONE
     interrupted: bool = False
+    replay: bool = False
 
     @property
     def id(self) -> str:
@@ -80,7 +88,7 @@ class Case:
             for field, usual in _DEFAULTS.items()
             if getattr(self, field) != usual
         ]
-        extras += [*_words(self.parallel), *(["interrupted"] if self.interrupted else [])]
+        extras += [*_words(self.parallel), *(word for word in _FLAGS if getattr(self, word))]
         return "-".join([self.padding, f"{self.world}ranks", f"cp{plan}", *extras])
 
     @property
@@ -198,7 +206,8 @@ def _check_padding(padding: str, text: str) -> None:
 
 def _check_parallel(case: Case, text: str) -> None:
     """Refuse a layout that the world cannot have, or in which nothing can be interrupted."""
-    unit = case.parallel.model_size * case.parallel.static_cp_size
+    layout = case.parallel
+    unit = layout.model_size * math.lcm(layout.static_cp_size, layout.ep_size)
     if case.world % unit:
         raise ValueError(
             f"{text!r}: {case.world} ranks are no multiple of the {unit} that "
@@ -209,6 +218,8 @@ def _check_parallel(case: Case, text: str) -> None:
             f"{text!r}: a pass is not interrupted with pipeline stages: all but the last would "
             "wait for it; leave out interrupted or pp"
         )
+    if case.replay and MODEL_SPECS[case.model].moe is None:
+        raise ValueError(f"{text!r}: {case.model} has no experts to replay; leave out replay")
     if case.interrupted and len(case.cp) < 2:
         raise ValueError(f"{text!r}: the first pass is not interrupted; write cp2.2 or cp2.1.2")
 
@@ -217,8 +228,8 @@ def _with_extra(case: Case, extra: str, text: str) -> Case:
     for field, choices in _CHOICES.items():
         if extra in choices:
             return replace(case, **{field: extra})  # type: ignore[arg-type]
-    if extra == "interrupted":
-        return replace(case, interrupted=True)
+    if extra in _FLAGS:
+        return replace(case, **{extra: True})  # type: ignore[arg-type]
     word = extra.rstrip("0123456789")
     number = extra[len(word) :]
     name = _PARALLEL.get(word)
@@ -227,6 +238,6 @@ def _with_extra(case: Case, extra: str, text: str) -> Case:
         return replace(case, parallel=replace(case.parallel, **value))  # type: ignore[arg-type]
     known = ", ".join(choice for choices in _CHOICES.values() for choice in choices)
     raise ValueError(
-        f"{text!r}: {extra!r} is not one of {known}, tp2, sp, pp2, vpp2, static2, recompute, "
-        "distopt, interrupted"
+        f"{text!r}: {extra!r} is not one of {known}, tp2, sp, pp2, vpp2, ep2, static2, "
+        "recompute, distopt, interrupted, replay"
     )

@@ -28,33 +28,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .model_spec import ModelSpec as ModelSpec
+
 
 class Unsupported(Exception):
     """Raised by an implementation that knows it cannot run a task; the words become the reason."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """A decoder LM as plain data; weights carry their Hugging Face names, in float64."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    vocab_size: int
-    norm: str = "rmsnorm"  # or "layernorm"
-    norm_eps: float = 1e-5
-    activation: str = "swiglu"  # or "gelu", "gelu_tanh": one ungated matrix
-    rope_theta: float = 10000.0
-    rope_interleaved: bool = False  # adjacent pairs rotate together, not halves
-    rope_fraction: float = 1.0  # the share of each head that rotates
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
-    tied: bool = False  # the output matrix is the embedding
 
 
 @dataclass(frozen=True)
@@ -160,6 +138,7 @@ class Parallel:
         tp_size, pp_size: tensor and pipeline parallel. vpp_size: model chunks per stage.
         static_cp_size: the CP size that Megatron is initialised with.
         sequence_parallel: packs divide by `tp_size` as well.
+        ep_size: experts are dealt out to so many ranks, side by side among those of DP×CP.
         recompute: every layer is computed again in the backward pass.
         distributed_optimizer: gradients are sharded over the DP×CP ranks.
     """
@@ -167,6 +146,7 @@ class Parallel:
     tp_size: int = 1
     pp_size: int = 1
     vpp_size: int = 1
+    ep_size: int = 1
     static_cp_size: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
@@ -207,6 +187,9 @@ class Task:
             the last layer, leaves the layers and whatever runs them, and is swallowed. The pass
             itself then runs on the same model as if nothing had been. Never with pipeline stages,
             of which all but the last would wait.
+        routing: per sequence int64 [L, layers with experts, top_k], those of MTP last: the experts
+            that every token goes to, whatever its router says, which only weighs them. Empty if
+            routers choose.
     """
 
     model: ModelSpec
@@ -217,6 +200,7 @@ class Task:
     padding: Padding = Padding()
     parallel: Parallel = ALONE
     interrupted: bool = False
+    routing: tuple[Tensor, ...] = ()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -235,7 +219,8 @@ class Task:
         """What a module must name in `SUPPORTS` before it is given this task.
 
         "mixed", CP groups of different sizes in a micro-batch; "schedulers", a `Schedule` among
-        the passes; "parallel", more than data and context parallelism; "interrupted", the field.
+        the passes; "parallel", more than data and context parallelism; "interrupted" and
+        "routing", the fields.
         """
         plans = [step for step in self.passes if not isinstance(step, Schedule)]
         asked = {
@@ -243,6 +228,7 @@ class Task:
             "mixed": any(len(set(one.cp_sizes)) > 1 for plan in plans for one in plan),
             "parallel": self.parallel != ALONE,
             "interrupted": self.interrupted,
+            "routing": bool(self.routing),
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 
@@ -276,10 +262,17 @@ class Outputs:
     Args:
         logits: per sequence [L, V]. logprobs, entropy: per sequence [L]; entry t of `logprobs`
             is that of token t + 1, and the last, which has no label, is 0.
-        loss: scalar, of the whole batch. gradients: of that loss, by Hugging Face name, summed
+        loss: scalar, of the whole batch, with what `ModelSpec.moe` and MTP add to it.
+        gradients: of that loss, by Hugging Face name, summed
             over all ranks, in absolute scale; whole tensors.
         packs: one per micro-batch, then any that hold padding only; empty if the implementation
-            does not show them.
+            does not show them. What follows may be empty in the same way:
+        auxiliary: the part of the loss, its coefficient included, that comes from "moe_aux",
+            "moe_seq_aux", "moe_z" and "mtp", by these names.
+        mtp_logprobs: per sequence [L, mtp_depth]; entry (t, k) is that of token t + k + 2, and 0
+            where there is none. routing: per sequence, as `Task.routing`, ascending.
+        expert_counts: per layer with experts int64 [num_experts], how many real tokens of the
+            batch went to each, as the implementation counts for itself.
     """
 
     logits: tuple[Tensor, ...]
@@ -288,6 +281,10 @@ class Outputs:
     loss: Tensor
     gradients: Mapping[str, Tensor]
     packs: tuple[Pack, ...] = ()
+    auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
+    mtp_logprobs: tuple[Tensor, ...] = ()
+    routing: tuple[Tensor, ...] = ()
+    expert_counts: tuple[Tensor, ...] = ()
 
 
 class ModelImplementation(Protocol):
@@ -349,9 +346,21 @@ class Oracle(Protocol):
         """Float64 weights by Hugging Face name."""
 
     def evaluate(
-        self, model: ModelSpec, weights: Mapping[str, Tensor], batch: Batch, loss: Loss
+        self,
+        model: ModelSpec,
+        weights: Mapping[str, Tensor],
+        batch: Batch,
+        loss: Loss,
+        *,
+        packs: Sequence[Sequence[int]] = (),
+        routing: Sequence[Tensor] = (),
     ) -> Outputs:
-        """Exact outputs, loss and gradients; `packs` stays empty."""
+        """Exact outputs, loss and gradients; `Outputs.packs` stays empty.
+
+        Args:
+            packs: samples whose routers are balanced together, every sample once; none for all of
+                them. routing: as `Task.routing`.
+        """
 
     def pack(
         self,

@@ -157,8 +157,11 @@ class _ModelRun:
                 )
         self.bound.check("its micro-batch")
         order = range(len(self.task.batch.input_ids))
+        whole = {name: tuple(found[sample] for sample in order) for name, found in outputs.items()}
         return Outputs(
-            **{name: tuple(found[sample] for sample in order) for name, found in outputs.items()},
+            logits=whole["logits"],
+            logprobs=whole["logprobs"],
+            entropy=whole["entropy"],
             loss=loss,
             gradients=self.summed(hf_gradients(self.model, self.config)),
             packs=tuple(packs),

@@ -87,7 +87,10 @@ def parallel_state(context: RankContext) -> Iterator[ParallelState]:
     from impl.state import open_parallel_state
 
     config = DynamicCPConfig(max_seqlen_per_dp_cp_rank=NO_LIMIT)
-    layout = ParallelLayout(**asdict(context.parallel))
+    sizes = asdict(context.parallel)
+    if sizes.pop("ep_size") > 1:
+        raise Unsupported("expert parallelism is not built yet")
+    layout = ParallelLayout(**sizes)
     timeout = timedelta(seconds=context.timeout_s)
     with ExitStack() as resources:
         try:
@@ -194,9 +197,11 @@ class _EngineRun:
         self.bound.check("its step")
         mine = plan.for_rank(self.engine.groups.dp_cp_rank)
         samples = [group.samples for group in mine] + [()] * (len(self.packed) - len(mine))
-        outputs = {name: one.unbind() for name, one in result.outputs.items() if name != "probe"}
+        whole = {name: output.unbind() for name, output in result.outputs.items()}
         return Outputs(
-            **{"logits": (), "logprobs": (), "entropy": (), **outputs},
+            logits=whole.get("logits", ()),
+            logprobs=whole.get("logprobs", ()),
+            entropy=whole.get("entropy", ()),
             loss=result.loss,
             gradients=self.engine.gradients(),
             packs=tuple(map(pack_seen, samples, self.packed)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from impl.pack import jagged
 
+from ..model_spec import same_fields
 from ..protocol import Batch, Pack, Padding, Task, Unsupported
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ def gpt_config(task: Task) -> GPTConfig:
     Raises:
         Unsupported: it cannot.
     """
-    from impl.megatron.model import GPTConfig
+    from impl.megatron import gpt_config as own
 
+    parts = {"rope_scaling": own.RopeScaling, "mla": own.MLA, "moe": own.MoE}
     try:
-        return GPTConfig(**asdict(task.model))
+        return own.GPTConfig(**same_fields(task.model, parts))
     except ValueError as error:
         raise Unsupported(str(error)) from error
 

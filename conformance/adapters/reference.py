@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 import reference
 from reference import groups, zigzag
 
+from ..model_spec import same_fields
 from ..protocol import (
     Batch,
     IndexImplementation,
@@ -100,16 +100,25 @@ class Oracle:
     index: IndexImplementation = index
 
     def random_weights(self, model: ModelSpec, *, seed: int) -> dict[str, Tensor]:
-        return reference.random_weights(reference.ModelConfig(**asdict(model)), seed=seed)
+        return reference.random_weights(_config(model), seed=seed)
 
     def evaluate(
-        self, model: ModelSpec, weights: Mapping[str, Tensor], batch: Batch, loss: Loss
+        self,
+        model: ModelSpec,
+        weights: Mapping[str, Tensor],
+        batch: Batch,
+        loss: Loss,
+        *,
+        packs: Sequence[Sequence[int]] = (),
+        routing: Sequence[Tensor] = (),
     ) -> Outputs:
         result = reference.evaluate(
-            reference.ModelConfig(**asdict(model)),
+            _config(model),
             weights,
             reference.Batch(batch.input_ids, batch.loss_mask, batch.temperature),
             reference.Loss(loss.aggregation, loss.entropy_coeff),
+            packs=packs,
+            routing=routing,
         )
         return Outputs(
             logits=result.logits,
@@ -117,6 +126,10 @@ class Oracle:
             entropy=result.entropy,
             loss=result.loss,
             gradients=result.gradients,
+            auxiliary=result.auxiliary,
+            mtp_logprobs=result.mtp_logprobs,
+            routing=result.routing,
+            expert_counts=_expert_counts(model, result.routing),
         )
 
     def pack(
@@ -221,6 +234,21 @@ class Rank:
 
 def open_rank(context: RankContext) -> Rank:
     return Rank(context)
+
+
+def _config(model: ModelSpec) -> reference.ModelConfig:
+    parts = {"rope_scaling": reference.RopeScaling, "mla": reference.MLA, "moe": reference.MoE}
+    return reference.ModelConfig(**same_fields(model, parts))
+
+
+def _expert_counts(model: ModelSpec, routing: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tokens of every expert, layer by layer."""
+    if model.moe is None:
+        return ()
+    by_layer = torch.cat(list(routing)).unbind(1)
+    return tuple(
+        torch.bincount(layer.flatten(), minlength=model.moe.num_experts) for layer in by_layer
+    )
 
 
 def _pack_of_padding(members: Sequence[int], token_id: int, tp_size: int) -> Pack:

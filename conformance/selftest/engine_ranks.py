@@ -28,7 +28,7 @@ from impl.plan import GroupPlan, MicroBatchPlan, Plan
 from impl.scale import MAIN_ROAD, Road
 from impl.state import open_parallel_state
 from impl.thd import PackedRow
-from reference.config import ModelConfig, weight_shapes
+from reference import ModelConfig, weight_shapes
 
 ENTROPY_COEFF = 0.3
 DP_ONLY = ParallelLayout()

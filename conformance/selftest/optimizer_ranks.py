@@ -21,7 +21,7 @@ from impl.pack import jagged
 from impl.parallel import ParallelLayout
 from impl.state import open_parallel_state
 from impl.vocab_parallel import vocab_parallel_logprobs
-from reference.config import ModelConfig, random_weights
+from reference import ModelConfig, random_weights
 
 NUM_STEPS = 5
 SEQLENS = (5, 13, 24, 1, 9, 17, 11, 2)

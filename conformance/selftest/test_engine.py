@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from reference import ModelConfig
 from reference.batch import Batch as OracleBatch
 from reference.batch import Loss, Result
-from reference.config import ModelConfig
 from reference.evaluate import evaluate
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
